@@ -1,0 +1,3 @@
+"""The cloud trainer: learns one policy from trajectories and publishes its versions."""
+
+__project__ = "farflow"

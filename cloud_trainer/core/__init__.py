@@ -1,0 +1,1 @@
+"""Pure decisions of the trainer: events in, effects out, no input or output."""

@@ -1,0 +1,1 @@
+"""Pure decisions of the edge agent: events in, effects out, no input or output."""

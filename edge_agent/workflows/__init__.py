@@ -1,0 +1,1 @@
+"""Rollout workflows: one async function per kind of job."""

@@ -1,0 +1,3 @@
+"""Emulated and simulated networks around the production code."""
+
+__project__ = "farflow"

@@ -1,0 +1,1 @@
+"""Settings, clocks, logs and shutdown: what any daemon needs to start."""

@@ -1,0 +1,1 @@
+"""Weight deltas and snapshots: codec, digest, file format and manifest."""
