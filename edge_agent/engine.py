@@ -1,0 +1,108 @@
+"""What an agent needs from whatever generates tokens.
+
+An engine hosts one or more policies, generates sequences for them and takes new weights between
+decode steps. Weights change only through ``apply``: sequences in flight go on, and each token
+carries the version that produced it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from transport.weights.tensors import TensorBytes
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``seed`` makes a request repeatable."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """``n`` completions of one prompt under one policy."""
+
+    request_id: str
+    policy: str
+    prompt_tokens: tuple[int, ...]
+    n: int
+    sampling: SamplingParams
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence: tokens (the end-of-sequence token included when drawn), the log-probability
+    of each under the distribution it was drawn from, and the policy version that produced it."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the start: generated tokens, seconds spent generating, sequences in the
+    engine now and waiting for a slot."""
+
+    tokens_generated: int
+    busy_s: float
+    running: int
+    waiting: int
+
+
+class Engine(Protocol):
+    """Generation for several policies with at most ``slots`` concurrent sequences."""
+
+    slots: int
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
+        """Tokens of a prompt, through the chat template when the tokenizer has one."""
+        ...
+
+    def decode(self, policy: str, tokens: Sequence[int]) -> str:
+        """Text of tokens without special tokens."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """Generate ``request.n`` completions; cancelling the call aborts them.
+
+        Raises:
+            GenerationFailed: the request failed; others are not touched.
+        """
+        ...
+
+    async def load_policy(self, policy: str, folder: Path, version: int) -> None:
+        """Load a Hugging Face folder (config, tokenizer, safetensors) as ``version``.
+
+        Raises:
+            ModelError: the folder does not load; names the file and what is wrong.
+        """
+        ...
+
+    async def apply(self, policy: str, version: int, tensors: Mapping[str, TensorBytes]) -> float:
+        """Swap in absolute new values of whole tensors; returns the pause in seconds.
+
+        Applying the same version twice is harmless.
+
+        Raises:
+            WeightApplyFailed: names, shapes or types do not fit; the old weights stay in use.
+        """
+        ...
+
+    def version(self, policy: str) -> int | None:
+        """Version in use, None while the policy is not loaded."""
+        ...
+
+    def read_weights(self, policy: str) -> Iterator[tuple[str, TensorBytes]]:
+        """Weights in use in canonical order and in the published type, for digests."""
+        ...
+
+    def stats(self) -> EngineStats: ...

@@ -1,0 +1,49 @@
+"""Identifiers and how they are written; they are counters, never random.
+
+run          a user's name, unique in a scheduler          arithmetic
+policy       RUN/NAME                                      arithmetic/solver
+job          RUN/KIND-INDEX, kind t (train), e (eval), x   arithmetic/t-000041
+attempt      JOB#N                                         arithmetic/t-000041#2
+fence        (term, counter): the scheduler's life number and a counter within it
+"""
+
+import re
+from typing import NewType
+
+RunId = NewType("RunId", str)
+PolicyId = NewType("PolicyId", str)
+JobId = NewType("JobId", str)
+AttemptId = NewType("AttemptId", str)
+AgentId = NewType("AgentId", str)
+
+Fence = tuple[int, int]
+
+NAME_RULE = "1 to 48 characters out of a-z, 0-9, '-', '_' and '.', starting with a letter or digit"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,47}")
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` may name a run, policy, agent or link (``NAME_RULE``)."""
+    return _NAME.fullmatch(text) is not None
+
+
+def policy_id(run: str, name: str) -> PolicyId:
+    return PolicyId(f"{run}/{name}")
+
+
+def policy_name(policy: str) -> str:
+    """The part of a policy id that the run's file uses."""
+    return policy.rpartition("/")[2]
+
+
+def job_id(run: str, kind: str, index: int) -> JobId:
+    """``kind`` is one letter: t (train), e (evaluation) or x (external)."""
+    return JobId(f"{run}/{kind}-{index:06d}")
+
+
+def attempt_id(job: str, number: int) -> AttemptId:
+    return AttemptId(f"{job}#{number}")
+
+
+def job_of(attempt: str) -> JobId:
+    return JobId(attempt.rpartition("#")[0])

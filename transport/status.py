@@ -1,0 +1,127 @@
+"""The view model: what a person sees of a scheduler, shared by ``status``, the live view and
+everything later that draws it. Built by the scheduler core, read by the front door."""
+
+import msgspec
+
+
+class AccountingRow(msgspec.Struct, kw_only=True):
+    """Where every (group, policy) of one kind stands; ``submitted`` equals the sum of the states.
+
+    ``abandoned`` counts consumptions that a rolled-back lineage lost (the group returned to the
+    buffer and is counted again where it went); it is outside the sum.
+    """
+
+    policy: str
+    kind: str
+    submitted: int = 0
+    queued: int = 0
+    in_flight: int = 0
+    buffered: int = 0
+    taken: int = 0
+    trained: int = 0
+    scored: int = 0
+    filtered: int = 0
+    expired: int = 0
+    dropped: int = 0
+    rejected: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    abandoned: int = 0
+
+    @property
+    def balance(self) -> int:
+        """0 when every submitted copy is accounted for."""
+        return self.submitted - (
+            self.queued
+            + self.in_flight
+            + self.buffered
+            + self.taken
+            + self.trained
+            + self.scored
+            + self.filtered
+            + self.expired
+            + self.dropped
+            + self.rejected
+            + self.failed
+            + self.cancelled
+        )
+
+
+class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent. ``rate_tokens_s`` is the learnt rate per slot; ``versions`` by policy id."""
+
+    name: str
+    state: str
+    slots: int
+    running_sequences: int
+    leases: int
+    rtt_s: float | None
+    rate_tokens_s: float | None
+    tokens_generated: int
+    bytes_up: int
+    bytes_down: int
+    versions: dict[str, int]
+    digests: dict[str, str]
+    groups_done: int
+    attempts_failed: int
+
+
+class EvaluationStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Greedy accuracy of one version on held-out items; ``accuracy`` is over ``scored`` items."""
+
+    policy: str
+    version: int
+    step: int
+    items: int
+    scored: int
+    accuracy: float
+    done: bool
+
+
+class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step as the scheduler saw it."""
+
+    policy: str
+    step: int
+    version: int
+    reward_mean: float
+    policy_lag_mean: float
+    policy_lag_max: int
+    response_tokens: int
+    busy_s: float
+    waiting_s: float
+    delta_bytes: int | None
+    full_bytes: int | None
+    at_s: float
+
+
+class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy of a run. ``trainer`` is absent, waiting, training or done."""
+
+    policy: str
+    trainer: str
+    step: int
+    steps: int
+    head_version: int
+    head_digest: str
+    checkpoint_step: int
+    buffered_groups: int
+    last_step: StepStatus | None
+    evaluations: tuple[EvaluationStatus, ...]
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    state: str
+    reason: str
+    policies: tuple[PolicyStatus, ...]
+    accounting: tuple[AccountingRow, ...]
+
+
+class SchedulerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    term: int
+    build: str
+    uptime_s: float
+    runs: tuple[RunStatus, ...]
+    agents: tuple[AgentStatus, ...]
+    counters: dict[str, int]
