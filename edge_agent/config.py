@@ -1,0 +1,56 @@
+"""Settings of an edge agent: its table ``[agent]`` and the shared ones."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from transport.runtime.settings import (
+    Bytes,
+    Count,
+    LogConfig,
+    PositiveSeconds,
+    Seconds,
+    TransportConfig,
+)
+
+
+class FakeEngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[agent.fake]``: the service-time model of the fake engine. Lengths are log-normal in
+    tokens; a sequence takes ``first_token_s + tokens / tokens_per_s``."""
+
+    seed: int = 0
+    tokens_per_s: Annotated[float, Meta(gt=0.0)] = 2000.0
+    first_token_s: Seconds = 0.005
+    mean_tokens: Annotated[float, Meta(gt=0.0)] = 16.0
+    cv_tokens: Annotated[float, Meta(ge=0.0)] = 0.5
+
+
+class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[agent]``. ``slots`` is the number of concurrent sequences; ``local_models`` maps a
+    policy's name or id to a folder that spares the download when its digest matches."""
+
+    folder: str = "agent"
+    key: str = ""
+    engine: Literal["torch", "fake"] = "torch"
+    slots: Count = 64
+    device: str = "cpu"
+    threads: Count = 1
+    hardware: str = ""
+    labels: dict[str, str] = {}
+    local_models: dict[str, str] = {}
+    spool_bytes: Bytes = 1 * 2**30
+    upload_window_bytes: Bytes = 8 * 2**20
+    download_window_bytes: Bytes = 64 * 2**20
+    reward_timeout_s: PositiveSeconds = 30.0
+    attempt_timeout_s: PositiveSeconds = 3600.0
+    drain_s: Seconds = 30.0
+    fake: FakeEngineTable = FakeEngineTable()
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``farflow agent run`` reads; other tables of the file belong to others."""
+
+    transport: TransportConfig = TransportConfig()
+    agent: AgentTable = AgentTable()
+    log: LogConfig = LogConfig()

@@ -1,0 +1,48 @@
+"""Settings of the scheduler daemon: its table ``[scheduler]`` and the shared ones."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from transport.runtime.settings import (
+    Bytes,
+    Count,
+    LogConfig,
+    PositiveSeconds,
+    Seconds,
+    TransportConfig,
+)
+
+
+class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[scheduler]``. ``durability`` says what an acknowledged row survives."""
+
+    folder: str = "scheduler"
+    placement: Literal[
+        "finish-time", "round-robin", "least-outstanding", "nearest", "two-choices"
+    ] = "finish-time"
+    durability: Literal["power-loss", "process-crash"] = "power-loss"
+    heartbeat_s: PositiveSeconds = 2.0
+    suspect_after_missed: Count = 3
+    lost_after_s: PositiveSeconds = 12.0
+    lease_s: PositiveSeconds = 120.0
+    offer_timeout_s: PositiveSeconds = 10.0
+    reconnect_grace_s: Seconds = 30.0
+    work_grace_s: PositiveSeconds = 600.0
+    retry_backoff_s: Seconds = 1.0
+    retry_backoff_max_s: PositiveSeconds = 60.0
+    prefetch_groups: Annotated[int, Meta(ge=0, le=64)] = 1
+    max_queued_jobs: Count = 100_000
+    cumulative_every_versions: Count = 16
+    keep_versions: Count = 64
+    trajectory_segment_bytes: Bytes = 64 * 2**20
+    trajectory_disk_bytes: Bytes = 64 * 2**30
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``farflow scheduler run`` reads; other tables of the file belong to others."""
+
+    transport: TransportConfig = TransportConfig()
+    scheduler: SchedulerTable = SchedulerTable()
+    log: LogConfig = LogConfig()

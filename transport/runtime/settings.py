@@ -1,0 +1,36 @@
+"""The tables that every daemon of a deployment shares: where the planes are, keys and logs.
+
+Fields ending in ``_s`` and ``_bytes`` take numbers or texts such as ``"1500ms"`` and ``"64MiB"``.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(ge=0.0)]
+PositiveSeconds = Annotated[float, Meta(gt=0.0)]
+Bytes = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the three planes listen (scheduler) or are reached (everybody else); port 0 lets the
+    scheduler choose and say so. Without CURVE only loopback addresses are allowed."""
+
+    host: str = "127.0.0.1"
+    control_port: Port = 7700
+    trajectories_port: Port = 7701
+    weights_port: Port = 7702
+    curve: bool = True
+    keys: str = "keys"
+    socket_heartbeat_s: PositiveSeconds = 10.0
+    reconnect_max_s: PositiveSeconds = 30.0
+
+
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``format`` auto: console on a terminal, JSON lines elsewhere."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "console", "json"] = "auto"
