@@ -1,0 +1,5 @@
+"""``python -m farflow`` is the ``farflow`` command."""
+
+from farflow.cli import main
+
+main()

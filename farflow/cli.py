@@ -1,0 +1,56 @@
+"""The ``farflow`` command.
+
+Exit status: 0 done, 1 failed, 2 wrong usage, 78 wrong configuration, 130 interrupted twice.
+"""
+
+import sys
+
+import click
+
+from farflow.lazy import LazyGroup
+from transport.errors import ConfigError, FarflowError
+
+EXIT_CONFIG = 78
+
+_COMMANDS = {
+    "up": ("farflow.commands:up", "Run scheduler, agents and trainer of one file on this machine."),
+    "status": ("farflow.commands:status", "Show what a scheduler and its agents are doing."),
+    "run": ("farflow.commands:run_group", "Submit, list, pause, resume and stop runs."),
+    "config": ("farflow.commands:config_group", "Check a file, or show it resolved."),
+    "keys": ("farflow.commands:keys_group", "Create the keys of a deployment."),
+    "wire": ("farflow.commands:wire_group", "Look at recorded messages."),
+    "doctor": ("farflow.commands:doctor", "Check this installation."),
+    "scheduler": ("scheduler.cli:scheduler_group", "The rollout scheduler daemon."),
+    "agent": ("edge_agent.cli:agent_group", "The edge agent."),
+    "trainer": ("cloud_trainer.cli:trainer_group", "The trainer of one policy."),
+    "sim": ("sim.cli:sim_group", "Emulated links and simulation."),
+}
+
+
+@click.group(cls=LazyGroup, lazy=_COMMANDS)
+@click.version_option(package_name="farflow", prog_name="farflow")
+def cli() -> None:
+    """Reinforcement-learning post-training with the rollouts far away from the trainer."""
+
+
+def main() -> None:
+    """Entry point: checks that the imported packages are ours, then runs the command."""
+    from transport.runtime.origin import verify_origin
+
+    verify_origin()
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except ConfigError as error:
+        click.echo(f"configuration: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    except FarflowError as error:
+        click.echo(f"error ({error.code}): {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,83 @@
+"""The pictures of a finished run, out of its ``metrics.jsonl``; needs the ``plots`` extra."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transport.ids import policy_name
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``; a torn last line is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def plots_available() -> bool:
+    """Whether matplotlib can be imported."""
+    import importlib.util
+
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(records: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """``learning_curve.png`` and ``policy_lag.png`` in ``folder``; returns what was written."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps = [r for r in records if r.get("type") == "step"]
+    evaluations = [r for r in records if r.get("type") == "evaluation" and r.get("done")]
+    written = []
+    policies = sorted({r["policy"] for r in steps})
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for policy in policies:
+        own = [r for r in steps if r["policy"] == policy]
+        axes.plot(
+            [r["step"] for r in own],
+            [r["reward_mean"] for r in own],
+            linewidth=1,
+            label=f"{policy_name(policy)}: training reward (sampled)",
+        )
+        held = [r for r in evaluations if r["policy"] == policy]
+        if held:
+            axes.plot(
+                [r["step"] for r in held],
+                [r["accuracy"] for r in held],
+                "o-",
+                label=f"{policy_name(policy)}: held-out accuracy (greedy)",
+            )
+    axes.set(xlabel="optimizer step", ylabel="share correct", ylim=(0, 1), title="Learning curve")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    written.append(folder / "learning_curve.png")
+    figure.savefig(written[-1], dpi=120)
+    plt.close(figure)
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for policy in policies:
+        own = [r for r in steps if r["policy"] == policy]
+        x = [r["step"] for r in own]
+        axes.plot(x, [r["policy_lag_mean"] for r in own], label=f"{policy_name(policy)}: mean")
+        axes.plot(
+            x,
+            [r["policy_lag_max"] for r in own],
+            ".",
+            markersize=3,
+            label=f"{policy_name(policy)}: maximum",
+        )
+    axes.set(xlabel="optimizer step", ylabel="policy lag (optimizer steps)", title="Policy lag")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
+    written.append(folder / "policy_lag.png")
+    figure.savefig(written[-1], dpi=120)
+    plt.close(figure)
+    return written

@@ -1,0 +1,105 @@
+"""A run's TOML file as the ``RunSpec`` that is submitted to the scheduler.
+
+Paths in the file are relative to the file; what is submitted holds absolute ones. Everything that
+can be checked without starting anything is checked here, with the path of the key.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from transport.errors import ConfigError
+from transport.ids import NAME_RULE, is_name
+from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
+from transport.runtime.config import convert
+
+
+class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[run]``."""
+
+    name: str
+    seed: Annotated[int, Meta(ge=0)] = 0
+    max_attempts: Annotated[int, Meta(ge=1, le=100)] = 5
+    max_groups: Annotated[int, Meta(ge=0)] = 0
+
+
+class RunTables(msgspec.Struct, frozen=True, kw_only=True):
+    """The tables of a file that describe a run."""
+
+    run: RunTable
+    policies: dict[str, PolicySpec]
+    task: TaskSpec
+    workflow: WorkflowSpec
+    evaluation: EvaluationSpec | None = None
+
+
+RUN_TABLES = RunTables.__struct_fields__
+
+
+def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
+    """The run in the merged tables ``data``; ``folder`` is where relative paths start.
+
+    Raises:
+        ConfigError: a table is missing or a value is wrong; names the key and the remedy.
+    """
+    for name in ("run", "policies", "task", "workflow"):
+        if name not in data:
+            raise ConfigError(
+                f"[{name}]: missing; a run needs [run], [policies.NAME], [task] and [workflow]"
+            )
+    tables = convert({k: data[k] for k in RUN_TABLES if k in data}, RunTables)
+    if not is_name(tables.run.name):
+        raise ConfigError(f"run.name: {tables.run.name!r} must be {NAME_RULE}")
+    if not tables.policies:
+        raise ConfigError("policies: at least one [policies.NAME] is needed")
+    policies = {}
+    for name, policy in tables.policies.items():
+        if not is_name(name):
+            raise ConfigError(f"policies.{name}: the name must be {NAME_RULE}")
+        model = (folder / policy.model).resolve()
+        if not model.is_dir():
+            raise ConfigError(
+                f"policies.{name}.model: {model} is not a folder; give a local "
+                "Hugging Face model folder"
+            )
+        policies[name] = msgspec.structs.replace(policy, model=str(model))
+    task = tables.task
+    if task.source == "jsonl":
+        if not task.path:
+            raise ConfigError('task.path: missing; source = "jsonl" needs the path of a file')
+        path = (folder / task.path).resolve()
+        if not path.is_file():
+            raise ConfigError(f"task.path: {path} is not a file")
+        if task.reward == "verifier":
+            raise ConfigError(
+                'task.reward: source = "jsonl" brings no verifier; use "exact" or "math-verify"'
+            )
+        task = msgspec.structs.replace(task, path=str(path))
+    elif not task.dataset:
+        raise ConfigError(
+            'task.dataset: missing; source = "reasoning-gym" needs the name of a data set'
+        )
+    for name in tables.workflow.policies:
+        if name not in policies:
+            raise ConfigError(
+                f"workflow.policies: {name!r} is not among [policies.*]: "
+                f"{', '.join(sorted(policies))}"
+            )
+    for name, policy in policies.items():
+        if policy.trained and name not in tables.workflow.policies:
+            raise ConfigError(
+                f"policies.{name}: is trained, but workflow.policies does not "
+                "generate with it; add it there or set trained = false"
+            )
+    return RunSpec(
+        name=tables.run.name,
+        seed=tables.run.seed,
+        policies=policies,
+        task=task,
+        workflow=tables.workflow,
+        evaluation=tables.evaluation,
+        max_attempts=tables.run.max_attempts,
+        max_groups=tables.run.max_groups,
+    )

@@ -1,0 +1,74 @@
+"""What ``farflow up`` reads beside the run: which agents to start here, and behind which links."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from cloud_trainer.config import TrainerTable
+from edge_agent.config import AgentTable
+from scheduler.config import SchedulerTable
+from transport.errors import ConfigError
+from transport.ids import NAME_RULE, is_name
+from transport.runtime.config import convert, merge
+from transport.runtime.settings import LogConfig, PositiveSeconds, TransportConfig
+
+
+class LocalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[local]``. ``agents`` maps an agent's name to overrides of ``[agent]``, among them
+    ``link``, the name of a ``[links.*]`` profile or a shipped one (``local`` = no emulator)."""
+
+    runs: str = "runs"
+    agents: dict[str, dict[str, Any]] = {}
+    stop_s: PositiveSeconds = 8.0
+    start_s: PositiveSeconds = 90.0
+    settle_s: PositiveSeconds = 20.0
+
+
+class LocalAgent(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent of ``up``: its link and the settings it is started with. ``join_after_s`` starts
+    it late, to see what an agent that joins in mid-run does."""
+
+    name: str
+    link: str
+    settings: dict[str, Any]
+    join_after_s: Annotated[float, Meta(ge=0.0)] = 0.0
+
+
+class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The tables of ``up`` that are not the run's."""
+
+    local: LocalTable
+    transport: TransportConfig = TransportConfig()
+    scheduler: SchedulerTable = SchedulerTable()
+    agent: AgentTable = AgentTable()
+    trainer: TrainerTable = TrainerTable()
+    links: dict[str, dict[str, Any]] = {}
+    log: LogConfig = LogConfig()
+
+
+def up_config(data: dict[str, Any]) -> tuple[UpConfig, list[LocalAgent]]:
+    """The settings and the agents in the merged tables ``data``.
+
+    Raises:
+        ConfigError: a value is wrong; names the key and the remedy.
+    """
+    if "local" not in data:
+        raise ConfigError("[local]: missing; `farflow up` needs [local.agents.NAME] tables")
+    config = convert({k: data[k] for k in UpConfig.__struct_fields__ if k in data}, UpConfig)
+    agents = []
+    for name, overrides in sorted(config.local.agents.items()):
+        if not is_name(name):
+            raise ConfigError(f"local.agents.{name}: the name must be {NAME_RULE}")
+        settings = dict(overrides)
+        link = settings.pop("link", "local")
+        late = settings.pop("join_after_s", 0.0)
+        if not isinstance(link, str):
+            raise ConfigError(f"local.agents.{name}.link: must be the name of a link profile")
+        if not isinstance(late, int | float) or late < 0:
+            raise ConfigError(f"local.agents.{name}.join_after_s: must be seconds >= 0")
+        convert(merge(data.get("agent", {}), settings), AgentTable, f"local.agents.{name}")
+        agents.append(LocalAgent(name=name, link=link, settings=settings, join_after_s=late))
+    if not agents:
+        raise ConfigError("local.agents: at least one [local.agents.NAME] is needed")
+    return config, agents

@@ -1,0 +1,218 @@
+"""What a person sees of a scheduler: tables for a terminal, and plain lines for logs.
+
+Pure functions of a ``SchedulerStatus``; nothing here asks anybody for anything. The live view,
+``status`` and the summary draw the same tables.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from transport.ids import policy_name
+from transport.status import (
+    AccountingRow,
+    AgentStatus,
+    EvaluationStatus,
+    PolicyStatus,
+    RunStatus,
+    SchedulerStatus,
+    StepStatus,
+)
+
+ACCOUNTING_STATES = (
+    "queued",
+    "in_flight",
+    "buffered",
+    "taken",
+    "trained",
+    "scored",
+    "filtered",
+    "expired",
+    "dropped",
+    "rejected",
+    "failed",
+    "cancelled",
+)
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def human_bytes(count: float) -> str:
+    """Decimal units, as networks are sold: ``12.3 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The last ``width`` values between 0 and 1 as one line of blocks."""
+    top = len(_SPARKS) - 1
+    return "".join(_SPARKS[min(top, max(0, int(v * top + 0.5)))] for v in values[-width:])
+
+
+def accuracy_text(evaluations: Iterable[EvaluationStatus]) -> str:
+    """``48.2 % (v0) → 86.1 % (v120)``: the first and the latest finished evaluation."""
+    done = [e for e in evaluations if e.done]
+    if not done:
+        return "-"
+    first, last = done[0], done[-1]
+    text = f"{100 * first.accuracy:.1f} % (v{first.version})"
+    if last is not first:
+        text += f" → {100 * last.accuracy:.1f} % (v{last.version})"
+    return text
+
+
+def delta_text(step: StepStatus | None) -> str:
+    """Delta size against full size."""
+    if step is None or step.delta_bytes is None or not step.full_bytes:
+        return "-"
+    share = 100 * step.delta_bytes / step.full_bytes
+    return f"{human_bytes(step.delta_bytes)} / {human_bytes(step.full_bytes)} ({share:.0f} %)"
+
+
+def policy_table(run: RunStatus, rewards: Mapping[str, Sequence[float]]) -> Table:
+    """One row per policy; ``rewards`` holds recent mean training rewards by policy id."""
+    table = Table(title=f"run {run.name} · {run.state}", title_justify="left", expand=True)
+    columns = (
+        "policy",
+        "trainer",
+        "step",
+        "reward",
+        "",
+        "held-out accuracy",
+        "lag",
+        "buffer",
+        "delta / full",
+    )
+    for column in columns:
+        table.add_column(column)
+    for policy in run.policies:
+        last = policy.last_step
+        history = rewards.get(policy.policy, ())
+        table.add_row(
+            policy_name(policy.policy),
+            policy.trainer,
+            f"{policy.step}/{policy.steps}",
+            "-" if last is None else f"{last.reward_mean:.3f}",
+            sparkline(history, 24),
+            accuracy_text(policy.evaluations),
+            "-" if last is None else f"{last.policy_lag_mean:.1f} (max {last.policy_lag_max})",
+            str(policy.buffered_groups),
+            delta_text(last),
+        )
+    return table
+
+
+def agent_table(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> Table:
+    """One row per agent; ``rates`` holds tokens per second by agent name."""
+    table = Table(title="agents", title_justify="left", expand=True)
+    for column in (
+        "agent",
+        "state",
+        "rtt",
+        "tokens/s",
+        "slots",
+        "leases",
+        "groups",
+        "version",
+        "up",
+        "down",
+    ):
+        table.add_column(column)
+    for agent in agents:
+        versions = ", ".join(f"{policy_name(p)} v{v}" for p, v in sorted(agent.versions.items()))
+        table.add_row(
+            agent.name,
+            agent.state,
+            "-" if agent.rtt_s is None else f"{1000 * agent.rtt_s:.0f} ms",
+            f"{rates.get(agent.name, 0.0):.0f}",
+            f"{agent.running_sequences}/{agent.slots}",
+            str(agent.leases),
+            str(agent.groups_done),
+            versions or "-",
+            human_bytes(agent.bytes_up),
+            human_bytes(agent.bytes_down),
+        )
+    return table
+
+
+def accounting_table(rows: Sequence[AccountingRow]) -> Table:
+    """Where every (group, policy) went; the last column says whether the row balances."""
+    table = Table(title="accounting", title_justify="left", expand=True)
+    table.add_column("policy")
+    table.add_column("kind")
+    used = [s for s in ACCOUNTING_STATES if any(getattr(row, s) for row in rows)]
+    for column in ("submitted", *used, "abandoned", "balance"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            policy_name(row.policy),
+            row.kind,
+            str(row.submitted),
+            *(str(getattr(row, s)) for s in used),
+            str(row.abandoned),
+            "ok" if row.balance == 0 else f"off by {row.balance}",
+        )
+    return table
+
+
+def screen(
+    status: SchedulerStatus,
+    rewards: Mapping[str, Sequence[float]],
+    rates: Mapping[str, float],
+    note: str = "",
+) -> RenderableType:
+    """The live view."""
+    parts: list[RenderableType] = [policy_table(run, rewards) for run in status.runs]
+    parts.append(agent_table(status.agents, rates))
+    trouble = ", ".join(f"{k} {v}" for k, v in sorted(status.counters.items()) if v)
+    if trouble:
+        parts.append(Text(f"counters: {trouble}", style="dim"))
+    if note:
+        parts.append(Text(note, style="dim"))
+    return Group(*parts)
+
+
+def step_line(step: StepStatus) -> str:
+    """One optimizer step as a line for a log."""
+    return (
+        f"step {step.step} {policy_name(step.policy)} v{step.version} "
+        f"reward {step.reward_mean:.3f} lag {step.policy_lag_mean:.1f} "
+        f"(max {step.policy_lag_max}) tokens {step.response_tokens} "
+        f"busy {step.busy_s:.2f} s waiting {step.waiting_s:.2f} s delta {delta_text(step)}"
+    )
+
+
+def evaluation_line(evaluation: EvaluationStatus) -> str:
+    """A finished evaluation as a line for a log."""
+    return (
+        f"evaluation {policy_name(evaluation.policy)} v{evaluation.version} "
+        f"accuracy {100 * evaluation.accuracy:.1f} % over {evaluation.scored} held-out items"
+    )
+
+
+def agents_line(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> str:
+    """All agents in one line for a log."""
+    parts = []
+    for agent in agents:
+        rtt = "-" if agent.rtt_s is None else f"{1000 * agent.rtt_s:.0f} ms"
+        newest = max(agent.versions.values(), default=None)
+        parts.append(
+            f"{agent.name} {agent.state} rtt {rtt} {rates.get(agent.name, 0.0):.0f} tok/s "
+            f"{agent.running_sequences}/{agent.slots} slots "
+            f"v{'-' if newest is None else newest}"
+        )
+    return "agents: " + " | ".join(parts)
+
+
+def find_policy(status: SchedulerStatus, policy: str) -> PolicyStatus | None:
+    """The policy with that id, None when there is none."""
+    for run in status.runs:
+        for candidate in run.policies:
+            if candidate.policy == policy:
+                return candidate
+    return None

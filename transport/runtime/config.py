@@ -1,0 +1,227 @@
+"""Settings from TOML files, the environment and the command line, checked before anything starts.
+
+Later sources win: defaults, files in order, ``FARFLOW_TABLE__FIELD`` variables, ``--set
+table.field=value``. Each daemon reads its own tables of one file; a table that nobody owns and a
+key that its table does not have are refused with their path. ``Resolved.origins`` remembers where
+each value came from.
+"""
+
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from transport.errors import ConfigError
+from transport.runtime.units import parse_bytes, parse_duration_s
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+TABLES = frozenset(
+    {
+        "transport",
+        "scheduler",
+        "agent",
+        "trainer",
+        "log",
+        "run",
+        "policies",
+        "task",
+        "workflow",
+        "evaluation",
+        "local",
+        "links",
+    }
+)
+"""Every table that some farflow program owns; anything else in a file is a typing error."""
+
+_ENVIRONMENT_PREFIX = "FARFLOW_"
+_MAX_FILE_BYTES = 1 << 20
+
+
+class Resolved(Generic[T]):
+    """A checked configuration and, per dotted key, the source that set it."""
+
+    def __init__(self, value: T, origins: dict[str, str]) -> None:
+        self.value = value
+        self.origins = origins
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of one file.
+
+    Raises:
+        ConfigError: missing, too large, not TOML, or a table that no program owns.
+    """
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {_MAX_FILE_BYTES} bytes; is it a TOML file?")
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; check the path") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for name, table in data.items():
+        if name not in TABLES:
+            raise ConfigError(f"{path}: unknown table [{name}]; known are {', '.join(_sorted())}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {name} must be a table, as in [{name}]")
+    return data
+
+
+def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """``table.field=value`` as a path and a TOML value; a bare word is taken as a string.
+
+    Raises:
+        ConfigError: no ``=`` or an empty key.
+    """
+    key, separator, raw = text.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    if not separator or not all(path):
+        raise ConfigError(f"--set {text!r}: write it as table.field=value")
+    try:
+        return path, tomllib.loads(f"v = {raw}")["v"]
+    except tomllib.TOMLDecodeError:
+        return path, raw.strip()
+
+
+def environment_overrides(environ: Mapping[str, str]) -> list[str]:
+    """``FARFLOW_TABLE__FIELD=value`` variables in the form of ``--set``, sorted by name."""
+    found = []
+    for name in sorted(environ):
+        if name.startswith(_ENVIRONMENT_PREFIX) and "__" in name:
+            path = name[len(_ENVIRONMENT_PREFIX) :].lower().replace("__", ".")
+            found.append(f"{path}={environ[name]}")
+    return found
+
+
+def merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """``extra`` laid over ``base``, tables key by key; neither is changed."""
+    merged = dict(base)
+    for key, value in extra.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def collect(
+    files: Sequence[Path],
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """All sources merged, and the origin of every dotted key.
+
+    Raises:
+        ConfigError: as ``read_toml`` and ``parse_override``.
+    """
+    data: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for path in files:
+        tables = read_toml(path)
+        data = merge(data, tables)
+        origins.update(dict.fromkeys(_leaves(tables), str(path)))
+    environment = environment_overrides(os.environ if environ is None else environ)
+    for text, origin in [(t, "environment") for t in environment] + [
+        (t, "--set") for t in overrides
+    ]:
+        path_, value = parse_override(text)
+        if path_[0] not in TABLES:
+            raise ConfigError(f"{origin} {text!r}: unknown table {path_[0]!r}")
+        nested: Any = value
+        for part in reversed(path_):
+            nested = {part: nested}
+        data = merge(data, nested)
+        origins[".".join(path_)] = origin
+    return data, origins
+
+
+def convert(data: Mapping[str, Any], kind: type[T], where: str = "") -> T:
+    """Check ``data`` against the Struct ``kind``; units in ``_s`` and ``_bytes`` fields may be
+    texts.
+
+    Raises:
+        ConfigError: unknown key, wrong type or range, with the path of the key.
+    """
+    prepared = _strict(data, kind, where)
+    try:
+        return msgspec.convert(prepared, kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        reason, _, path = message.partition(" - at `$")
+        key = f"{where}{path.rstrip('`')}".lstrip(".") or where or "the file"
+        raise ConfigError(f"{key}: {reason}") from error
+
+
+def load_config(
+    kind: type[T],
+    files: Iterable[Path | str],
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Resolved[T]:
+    """The settings of one program: its tables out of all sources.
+
+    Raises:
+        ConfigError: any source is wrong; names the file or key and the remedy.
+    """
+    data, origins = collect([Path(f) for f in files], overrides, environ)
+    own = {name: data[name] for name in kind.__struct_fields__ if name in data}
+    return Resolved(convert(own, kind), origins)
+
+
+def _strict(value: Any, kind: Any, where: str) -> Any:
+    """Refuse unknown keys along the nested Structs of ``kind`` and parse units, with key paths."""
+    struct = _struct_of(kind)
+    if struct is None or not isinstance(value, Mapping):
+        item = _mapping_value(kind)
+        if item is not None and isinstance(value, Mapping):
+            return {k: _strict(v, item, f"{where}.{k}".lstrip(".")) for k, v in value.items()}
+        return value
+    fields = {field.encode_name: field for field in msgspec.structs.fields(struct)}
+    result = {}
+    for key, inner in value.items():
+        path = f"{where}.{key}".lstrip(".")
+        if key not in fields:
+            raise ConfigError(f"{path}: unknown key; known are {', '.join(sorted(fields))}")
+        if isinstance(inner, str) and key.endswith("_s"):
+            inner = _unit(parse_duration_s, inner, path)
+        elif isinstance(inner, str) and key.endswith("_bytes"):
+            inner = _unit(parse_bytes, inner, path)
+        result[key] = _strict(inner, fields[key].type, path)
+    return result
+
+
+def _unit(parse: Any, text: str, path: str) -> Any:
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
+    for candidate in (kind, *getattr(kind, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct):
+            return None if getattr(kind, "__origin__", None) in (dict, tuple, list) else candidate
+    return None
+
+
+def _mapping_value(kind: Any) -> Any | None:
+    if getattr(kind, "__origin__", None) is dict:
+        return kind.__args__[1]
+    return None
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        found.extend(_leaves(value, f"{path}.") if isinstance(value, Mapping) else [path])
+    return found
+
+
+def _sorted() -> list[str]:
+    return [f"[{name}]" for name in sorted(TABLES)]

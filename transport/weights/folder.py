@@ -1,0 +1,123 @@
+"""Hugging Face model folders: which files a model consists of, and in what form we write one.
+
+What always holds: tensors are found through ``model.safetensors`` or the shard index and nothing
+else; file names taken from an index stay inside the folder; artefacts are files of known names
+that describe a model or tokenizer as data (never program text).
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from transport.errors import FarflowError, ModelError
+from transport.weights.manifest import INDEX_NAME, MAX_ARTEFACT_BYTES, is_artefact_name
+from transport.weights.tensors import Buffer, TensorBytes, read_safetensors, safetensors_parts
+
+SINGLE_NAME = "model.safetensors"
+SHARD_BYTES = 4 << 30
+MAX_INDEX_BYTES = 64 << 20
+_FORMAT = {"format": "pt"}  # transformers refuses files without it
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def shard_names(folder: Path) -> list[str]:
+    """Names of the folder's safetensors files, sorted.
+
+    Raises:
+        ModelError: no weights, or an index that is malformed or points outside.
+    """
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        if (folder / SINGLE_NAME).is_file():
+            return [SINGLE_NAME]
+        raise ModelError(f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+    try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise ModelError(f"{index}: more than {MAX_INDEX_BYTES} bytes")
+        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise ModelError(f"{index}: {error}") from error
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if name != os.path.basename(name) or not name.endswith(".safetensors"):
+            raise ModelError(f"{index}: {name!r} is not the name of a safetensors file beside it")
+    return names
+
+
+def read_model_folder(folder: Path, *, mapped: bool = False) -> dict[str, TensorBytes]:
+    """All tensors of a model folder, canonical order. ``mapped`` as in ``file_bytes``.
+
+    Raises:
+        ModelError: names the file and what is wrong with it.
+    """
+    tensors: dict[str, TensorBytes] = {}
+    for name in shard_names(folder):
+        try:
+            shard = read_safetensors(folder / name, mapped=mapped)
+        except (OSError, FarflowError) as error:
+            raise ModelError(f"{folder / name}: {error}") from error
+        twice = tensors.keys() & shard.keys()
+        if twice:
+            raise ModelError(f"{folder / name}: {min(twice)!r} is in another shard too")
+        tensors.update(shard)
+    return dict(sorted(tensors.items()))
+
+
+def read_artefacts(folder: Path) -> dict[str, bytes]:
+    """Configuration, tokenizer and chat template files of a model folder, sorted by name.
+
+    Raises:
+        ModelError: a file is over the size limit or cannot be read.
+    """
+    artefacts: dict[str, bytes] = {}
+    try:
+        for path in sorted(folder.iterdir()):
+            if not is_artefact_name(path.name) or not path.is_file():
+                continue
+            if path.stat().st_size > MAX_ARTEFACT_BYTES:
+                raise ModelError(f"{path}: more than {MAX_ARTEFACT_BYTES} bytes")
+            artefacts[path.name] = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{folder}: {error}") from error
+    return artefacts
+
+
+def snapshot_files(
+    tensors: Mapping[str, TensorBytes], *, shard_bytes: int = SHARD_BYTES
+) -> dict[str, list[Buffer]]:
+    """Files of a snapshot by name, each as pieces to be written one after the other.
+
+    One ``model.safetensors``, or shards of about ``shard_bytes`` and an index. Equal tensors give
+    equal files. Pieces are views of the tensors.
+    """
+    shards: list[dict[str, TensorBytes]] = [{}]
+    filled = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if shards[-1] and filled + tensor.size_bytes > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.size_bytes
+    if len(shards) == 1:
+        return {SINGLE_NAME: list(safetensors_parts(shards[0], _FORMAT))}
+    files: dict[str, list[Buffer]] = {}
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        files[file_name] = list(safetensors_parts(shard, _FORMAT))
+        weight_map.update(dict.fromkeys(shard, file_name))
+    total = sum(tensor.size_bytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    files[INDEX_NAME] = [msgspec.json.encode(index)]
+    return files
+
+
+def full_bytes_of(tensors: Mapping[str, TensorBytes]) -> int:
+    """Size of all tensors."""
+    return sum(tensor.size_bytes for tensor in tensors.values())

@@ -1,0 +1,279 @@
+"""What a version consists of, in a form that can be signed and checked.
+
+What always holds: a manifest that ``verify`` returned was signed by a key that the caller trusts,
+byte for byte; its names are plain file names of an expected form, its sizes and counts are within
+the limits, and every chunk of every file has a digest. So whoever holds one may fetch the files
+from anybody.
+
+Signature: Ed25519 over a tag and the manifest's MessagePack bytes. Key id: first 16 hexadecimal
+digits of SHA-256 of the raw public key. Keys are written as 64 hexadecimal digits.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from transport.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    RemoteProtocolError,
+    SizeLimitExceeded,
+)
+from transport.weights.tensors import Buffer
+
+CHUNK_BYTES = 1 << 20
+LARGE_CHUNK_BYTES = 4 << 20
+"""Chunks of files over ``LARGE_FILE_BYTES``: manifests stay small, frames stay deliverable."""
+LARGE_FILE_BYTES = 1 << 30
+
+MAX_MANIFEST_BYTES = 8 << 20
+MAX_FILES = 4096
+MAX_FILE_BYTES = 1 << 40
+MAX_ARTEFACT_BYTES = 64 << 20
+CHUNK_DIGEST_BYTES = 16
+
+DELTA_NAME = "delta.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+FileKind = Literal["delta", "snapshot", "artefact"]
+
+_NAMES: dict[FileKind, re.Pattern[str]] = {
+    "delta": re.compile(r"delta\.safetensors"),
+    "snapshot": re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"),
+    # Only what describes a model or tokenizer as data; never program text.
+    "artefact": re.compile(
+        r"((generation_|tokenizer_|preprocessor_|processor_)?config|tokenizer|vocab|added_tokens"
+        r"|special_tokens_map|chat_template)\.json"
+        r"|chat_template\.jinja|(vocab|merges)\.txt|[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.model"
+    ),
+}
+_TAG = b"farflow manifest 1\0"
+_HEX_64 = re.compile(r"[0-9a-f]{64}")
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A file by digest: ``digest`` is SHA-256 (hexadecimal) of all of it, ``chunk_digests`` the
+    first 16 bytes of each chunk's SHA-256; all chunks but the last have ``chunk_bytes``."""
+
+    name: str
+    kind: FileKind
+    digest: str
+    size_bytes: int
+    chunk_bytes: int
+    chunk_digests: tuple[bytes, ...]
+
+    def chunk_size_bytes(self, index: int) -> int:
+        """Size of one chunk; ``index`` must be in range."""
+        return min(self.chunk_bytes, self.size_bytes - index * self.chunk_bytes)
+
+    def chunk_matches(self, index: int, data: Buffer) -> bool:
+        """Whether ``data`` is chunk ``index``; false also for an index out of range."""
+        return (
+            0 <= index < len(self.chunk_digests)
+            and len(data) == self.chunk_size_bytes(index)
+            and chunk_digest(data) == self.chunk_digests[index]
+        )
+
+
+class VersionManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of a policy. ``digest`` is of the whole state, ``base_digest`` of its parent's
+    (None for the first), ``fingerprint`` of names, dtypes and shapes; ``full_bytes`` is the size
+    of all tensors; ``created_wall_s`` is for people."""
+
+    run: str
+    policy: str
+    version: int
+    parent: int | None
+    step: int
+    digest: str
+    base_digest: str | None
+    files: tuple[FileEntry, ...]
+    full_bytes: int
+    fingerprint: str
+    created_wall_s: float
+
+    def of_kind(self, kind: FileKind) -> tuple[FileEntry, ...]:
+        return tuple(entry for entry in self.files if entry.kind == kind)
+
+    @property
+    def delta(self) -> FileEntry | None:
+        return next(iter(self.of_kind("delta")), None)
+
+
+class SignedManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A manifest's bytes as signed. ``key_id`` only says which key to try."""
+
+    manifest: bytes
+    signature: bytes
+    key_id: str
+
+
+def chunk_digest(data: Buffer) -> bytes:
+    return hashlib.sha256(data).digest()[:CHUNK_DIGEST_BYTES]
+
+
+def chunk_bytes_for(size_bytes: int) -> int:
+    return LARGE_CHUNK_BYTES if size_bytes > LARGE_FILE_BYTES else CHUNK_BYTES
+
+
+def describe_file(
+    name: str, kind: FileKind, data: Buffer, *, chunk_bytes: int | None = None
+) -> FileEntry:
+    """Entry of a file with these contents."""
+    view = memoryview(data)
+    size = chunk_bytes_for(len(view)) if chunk_bytes is None else chunk_bytes
+    return FileEntry(
+        name=name,
+        kind=kind,
+        digest=hashlib.sha256(view).hexdigest(),
+        size_bytes=len(view),
+        chunk_bytes=size,
+        chunk_digests=tuple(
+            chunk_digest(view[start : start + size]) for start in range(0, len(view), size)
+        ),
+    )
+
+
+def is_artefact_name(name: str) -> bool:
+    """Whether a file of this name travels with a model (config, tokenizer, chat template)."""
+    return _NAMES["artefact"].fullmatch(name) is not None
+
+
+def check_manifest(manifest: VersionManifest) -> None:
+    """Check everything that a manifest says about itself.
+
+    Raises:
+        SizeLimitExceeded: too many files or too large ones.
+        RemoteProtocolError: names the field that is wrong.
+    """
+    m = manifest
+    first = m.parent is None
+    if m.version < 0 or m.step < 0 or m.full_bytes < 0:
+        raise RemoteProtocolError("manifest: version, step and full_bytes must not be negative")
+    if first != (m.base_digest is None) or (m.parent is not None and m.parent >= m.version):
+        raise RemoteProtocolError(f"manifest: version {m.version} cannot have parent {m.parent}")
+    for field, text in (("digest", m.digest), ("fingerprint", m.fingerprint)):
+        if not _HEX_64.fullmatch(text):
+            raise RemoteProtocolError(f"manifest: {field} is not 64 hexadecimal digits")
+    if m.base_digest is not None and not _HEX_64.fullmatch(m.base_digest):
+        raise RemoteProtocolError("manifest: base_digest is not 64 hexadecimal digits")
+    if len(m.files) > MAX_FILES:
+        raise SizeLimitExceeded(f"manifest: {len(m.files)} files, at most {MAX_FILES} are allowed")
+    if len({entry.name for entry in m.files}) != len(m.files):
+        raise RemoteProtocolError("manifest: two files have the same name")
+    for entry in m.files:
+        _check_file(entry)
+
+
+def _check_file(entry: FileEntry) -> None:
+    if not _NAMES[entry.kind].fullmatch(entry.name):
+        raise RemoteProtocolError(f"manifest: {entry.name!r} is no name for a {entry.kind}")
+    if not _HEX_64.fullmatch(entry.digest):
+        raise RemoteProtocolError(f"manifest: digest of {entry.name} is not 64 hexadecimal digits")
+    limit = MAX_ARTEFACT_BYTES if entry.kind == "artefact" else MAX_FILE_BYTES
+    if entry.size_bytes > limit:
+        raise SizeLimitExceeded(
+            f"manifest: {entry.name} has {entry.size_bytes} bytes, over {limit}"
+        )
+    if entry.size_bytes < 0 or not 1 <= entry.chunk_bytes <= LARGE_CHUNK_BYTES:
+        raise RemoteProtocolError(f"manifest: sizes of {entry.name} are impossible")
+    if len(entry.chunk_digests) != -(-entry.size_bytes // entry.chunk_bytes) or any(
+        len(digest) != CHUNK_DIGEST_BYTES for digest in entry.chunk_digests
+    ):
+        raise RemoteProtocolError(f"manifest: chunk digests of {entry.name} do not fit its size")
+
+
+def key_id_of(public_hex: str) -> str:
+    """Short name of a public key (64 hexadecimal digits).
+
+    Raises:
+        ConfigError: not such a key.
+    """
+    return hashlib.sha256(_raw_key(public_hex, "public key")).hexdigest()[:16]
+
+
+def _raw_key(text: str, what: str) -> bytes:
+    cleaned = text.strip().lower()
+    if not _HEX_64.fullmatch(cleaned):
+        raise ConfigError(f"{what}: expected 64 hexadecimal digits; make one with SigningKey")
+    return bytes.fromhex(cleaned)
+
+
+class SigningKey:
+    """An Ed25519 private key; its text form is as secret as the key."""
+
+    def __init__(self, private_hex: str) -> None:
+        """Raises ConfigError when ``private_hex`` is not 64 hexadecimal digits."""
+        self._key = Ed25519PrivateKey.from_private_bytes(_raw_key(private_hex, "signing key"))
+        self.public_hex = self._key.public_key().public_bytes_raw().hex()
+        self.key_id = key_id_of(self.public_hex)
+
+    @classmethod
+    def generate(cls) -> "SigningKey":
+        return cls(Ed25519PrivateKey.generate().private_bytes_raw().hex())
+
+    @classmethod
+    def load(cls, path: Path) -> "SigningKey":
+        """Raises ConfigError when the file cannot be read or holds no key."""
+        try:
+            return cls(path.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"signing key {path}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Write a new file that only its owner can read. Raises ConfigError if it exists."""
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ConfigError(f"signing key {path}: {error}") from error
+        with os.fdopen(descriptor, "w") as file:
+            file.write(self._key.private_bytes_raw().hex() + "\n")
+
+    def sign(self, manifest: VersionManifest) -> SignedManifest:
+        """Raises SizeLimitExceeded or RemoteProtocolError for a manifest that all would refuse."""
+        check_manifest(manifest)
+        data = msgspec.msgpack.encode(manifest)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise SizeLimitExceeded(f"manifest has {len(data)} bytes, over {MAX_MANIFEST_BYTES}")
+        return SignedManifest(
+            manifest=data, signature=self._key.sign(_TAG + data), key_id=self.key_id
+        )
+
+
+def trusted_keys(*public_hex: str) -> dict[str, str]:
+    """Public keys by key id, the form that ``verify`` takes."""
+    return {key_id_of(text): text for text in public_hex}
+
+
+def verify(signed: SignedManifest, trusted: Mapping[str, str]) -> VersionManifest:
+    """The manifest, if signed by one of ``trusted`` (key id to public key) and well-formed.
+
+    Raises:
+        AuthenticationFailed: unknown key or wrong signature.
+        SizeLimitExceeded, RemoteProtocolError: as ``check_manifest``.
+    """
+    if len(signed.manifest) > MAX_MANIFEST_BYTES:
+        raise SizeLimitExceeded(f"manifest has {len(signed.manifest)} bytes")
+    public_hex = trusted.get(signed.key_id)
+    if public_hex is None:
+        raise AuthenticationFailed(f"manifest is signed by key {signed.key_id!r}, not trusted here")
+    key = Ed25519PublicKey.from_public_bytes(_raw_key(public_hex, "public key"))
+    try:
+        key.verify(signed.signature, _TAG + signed.manifest)
+    except InvalidSignature as error:
+        raise AuthenticationFailed("manifest: the signature is wrong") from error
+    try:
+        manifest = msgspec.msgpack.decode(signed.manifest, type=VersionManifest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"manifest is malformed: {error}") from error
+    check_manifest(manifest)
+    return manifest
