@@ -69,7 +69,7 @@ class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         free_from = 0.0
         for index, outage in enumerate(self.outages):
             self._require(f"outages[{index}].start_s", outage.start_s, free_from, math.inf)
-            self._require(f"outages[{index}].duration_s", outage.duration_s, 0.0, math.inf)
+            self._require(f"outages[{index}].duration_s", outage.duration_s, 1e-3, math.inf)
             free_from = outage.start_s + outage.duration_s
 
     @property

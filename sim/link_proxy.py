@@ -22,27 +22,30 @@ outage (transfers continue at once).
 """
 
 import asyncio
-import contextlib
 import math
 import random
 import socket
 from collections.abc import Mapping
+from functools import partial
 from typing import Final, Self
 
-import msgspec
 import structlog
 
 from sim.link_profile import LinkProfile
 from sim.link_shaper import (
     MIN_FLIGHT_BYTES,
     READ_BYTES,
-    DirectionStats,
     Flow,
     Lane,
+    LinkStats,
     LinkTime,
     Mark,
+    TargetStats,
 )
 from transport.errors import ConfigError
+
+Address = tuple[str, int]
+"""Host (name or literal) and port."""
 
 SOCKET_BUFFER_BYTES: Final = 128 * 1024
 """Asked of the kernel for each socket, which doubles it for its own bookkeeping."""
@@ -54,28 +57,6 @@ BACKLOG_CONNECTIONS: Final = 128
 _log = structlog.get_logger()
 _READ_BUFFER: Final = memoryview(bytearray(READ_BYTES))
 """Shared by all sockets: the event loop fills it and hands it over in one step."""
-
-
-class TargetStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One target since the start; ``connections`` is how many are open now."""
-
-    connections: int
-    connections_total: int
-    refused_total: int
-    up_bytes: int
-    down_bytes: int
-
-
-class LinkStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a view of the link shows; ``outage_s`` counts the present outage too."""
-
-    profile: str
-    is_down: bool
-    outages_total: int
-    outage_s: float
-    up: DirectionStats
-    down: DirectionStats
-    targets: dict[str, TargetStats]
 
 
 class _Endpoint(asyncio.BufferedProtocol):
@@ -140,7 +121,7 @@ class _Connection:
             return
         endpoint.transport.pause_reading()
         if not self._proxy.admit(self):
-            endpoint.transport.abort()
+            self.abort()
             return
         self.down.open_sink(endpoint.transport)
         time, rtt_s = self._proxy.time, self._proxy.up.delay_s + self._proxy.down.delay_s
@@ -148,29 +129,28 @@ class _Connection:
 
     def _handshake_done(self) -> None:
         if self.client.lost:
-            self._proxy.release(self)
+            self.abort()
             return
         self.up.open_source(self.client.transport)
         time = self._proxy.time
         time.call_at(time.now() + self._proxy.up.delay_s, self._connect)
 
     def _connect(self) -> None:
-        self._proxy.connect_upstream(self)
-
-    def refuse(self) -> None:
-        """The target did not take the connection."""
-        self.target.refused_total += 1
-        self.abort()
+        if self.client.lost:
+            self.abort()
+        else:
+            self._proxy.dial(self)
 
     def abort(self) -> None:
-        """Both sockets are reset at once and nothing under way is delivered."""
+        """Both sockets are reset at once and nothing under way is delivered; idempotent."""
         for flow in (self.up, self.down):
             flow.discard()
         for endpoint in (self.client, self.upstream):
             if endpoint.connected:
                 endpoint.transport.abort()
-        if not self.upstream.connected:
-            self.upstream.lost = True
+            else:
+                endpoint.lost = True
+        self.endpoint_lost()
 
     def _flow_finished(self) -> None:
         if self.up.finished and self.down.finished:
@@ -180,3 +160,244 @@ class _Connection:
     def endpoint_lost(self) -> None:
         if self.client.lost and self.upstream.lost:
             self._proxy.release(self)
+
+
+class _Target:
+    """One upstream address, its listener and its counters."""
+
+    def __init__(self, name: str, address: Address) -> None:
+        self.name = name
+        self.address = address
+        self.connections: dict[_Connection, None] = {}
+        self.connections_total = 0
+        self.refused_total = 0
+        self.past_up_bytes = 0  # of connections that are gone
+        self.past_down_bytes = 0
+
+    def stats(self) -> TargetStats:
+        return TargetStats(
+            connections=len(self.connections),
+            connections_total=self.connections_total,
+            refused_total=self.refused_total,
+            up_bytes=self.past_up_bytes + sum(c.up.delivered_bytes for c in self.connections),
+            down_bytes=self.past_down_bytes + sum(c.down.delivered_bytes for c in self.connections),
+        )
+
+
+class LinkProxy:
+    """The emulated link of one agent; construct it inside the running event loop.
+
+    ``targets`` maps a name (of a plane, say) to the upstream ``(host, port)``. ``listen`` gives a
+    target a fixed listening address instead of a free port of 127.0.0.1, so that a restarted proxy
+    is found again. ``rng`` drives the jitter.
+    """
+
+    def __init__(
+        self,
+        profile: LinkProfile,
+        targets: Mapping[str, Address],
+        *,
+        rng: random.Random,
+        listen: Mapping[str, Address] | None = None,
+    ) -> None:
+        self.time = LinkTime()
+        self.up = Lane(self.time, random.Random(rng.getrandbits(64)))  # noqa: S311 - no secret
+        self.down = Lane(self.time, random.Random(rng.getrandbits(64)))  # noqa: S311
+        self._listen = dict(listen or {})
+        if unknown := sorted(set(self._listen) - set(targets)):
+            raise ConfigError(
+                f"a listening address is given for {unknown[0]!r}, which is no target"
+            )
+        self._targets = {name: _Target(name, address) for name, address in targets.items()}
+        self._servers: list[asyncio.Server] = []
+        self._dials: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._up_timer: asyncio.TimerHandle | None = None
+        self._outage_timers: list[asyncio.TimerHandle] = []
+        self._down_until = -math.inf
+        self._outages_total = 0
+        self._closing = False
+        self._quiet = asyncio.Event()  # set whenever there is no connection
+        self._quiet.set()
+        self.set_profile(profile)
+
+    async def start(self) -> dict[str, Address]:
+        """Opens the listeners and returns where each target is reached.
+
+        Raises ``ConfigError`` naming target and address when one cannot be bound.
+        """
+        addresses = {}
+        for target in self._targets.values():
+            sock = _listening_socket(target.name, self._listen.get(target.name, ("127.0.0.1", 0)))
+            self._servers.append(
+                await self._loop.create_server(
+                    partial(self._accept, target), sock=sock, backlog=BACKLOG_CONNECTIONS
+                )
+            )
+            host, port = sock.getsockname()[:2]
+            addresses[target.name] = (host, port)
+        return addresses
+
+    async def close(self) -> None:
+        """Closes listeners and connections (resets: what is under way is lost); idempotent."""
+        self._closing = True
+        for server in self._servers:
+            server.close()
+        for timer in self._outage_timers:
+            timer.cancel()
+        self._forget_up_timer()
+        self.time.close()
+        for dial in self._dials:
+            dial.cancel()
+        self._abort_all()
+        if self._dials:
+            await asyncio.wait(self._dials)
+        await self._quiet.wait()
+        for server in self._servers:
+            await server.wait_closed()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def set_profile(self, profile: LinkProfile) -> None:
+        """From now on the link is like ``profile``; its outages count from now.
+
+        What is in flight keeps its arrival times. A present outage goes on.
+        """
+        self._profile = profile
+        for timer in self._outage_timers:
+            timer.cancel()
+        self.up.configure(profile, profile.rate_up_bits_per_s, profile.delay_up_s)
+        self.down.configure(profile, profile.rate_down_bits_per_s, profile.delay_down_s)
+        now = self._loop.time()
+        self._outage_timers = [
+            self._loop.call_at(now + outage.start_s, self._begin_outage, outage.duration_s)
+            for outage in profile.outages
+        ]
+
+    def set_down(self, duration_s: float | None = None, *, reset: bool = False) -> None:
+        """Breaks the link for ``duration_s`` from now, or until ``set_up``; the last call counts.
+
+        ``reset`` also kills the existing connections. Raises ``ConfigError`` for a bad duration.
+        """
+        if duration_s is not None and not (math.isfinite(duration_s) and duration_s > 0):
+            raise ConfigError(f"an outage of {duration_s!r} s is none; give a positive number")
+        self._forget_up_timer()
+        if self.time.stopped_at is None:
+            self._outages_total += 1
+            self.time.stop()
+            _log.info("link.down", profile=self._profile.name, duration_s=duration_s, reset=reset)
+        self._down_until = math.inf
+        if duration_s is not None:
+            self._down_until = self._loop.time() + duration_s
+            self._up_timer = self._loop.call_at(self._down_until, self.set_up)
+        if reset:
+            self._abort_all()
+
+    def set_up(self) -> None:
+        """Ends the present outage; what was under way continues where it stood."""
+        self._forget_up_timer()
+        if self.time.stopped_at is None:
+            return
+        self.time.start()
+        _log.info("link.up", profile=self._profile.name)
+        for lane in (self.up, self.down):
+            lane.serve()
+
+    def stats(self) -> LinkStats:
+        """Counters since the start and what is under way now."""
+        stopped_at = self.time.stopped_at
+        present_s = self._loop.time() - stopped_at if stopped_at is not None else 0.0
+        return LinkStats(
+            profile=self._profile.name,
+            is_down=stopped_at is not None,
+            outages_total=self._outages_total,
+            outage_s=self.time.down_s + present_s,
+            up=self.up.stats(),
+            down=self.down.stats(),
+            targets={name: target.stats() for name, target in self._targets.items()},
+        )
+
+    def admit(self, connection: _Connection) -> bool:
+        """Takes a new connection into the books, or not, if there are too many."""
+        open_now = sum(len(target.connections) for target in self._targets.values())
+        if self._closing or open_now >= MAX_CONNECTIONS:
+            _log.warning("link.connection_rejected", target=connection.target.name, open=open_now)
+            return False
+        connection.target.connections[connection] = None
+        connection.target.connections_total += 1
+        self._quiet.clear()
+        return True
+
+    def release(self, connection: _Connection) -> None:
+        """Both ends of a connection are gone; idempotent."""
+        target = connection.target
+        if connection in target.connections:
+            del target.connections[connection]
+            target.past_up_bytes += connection.up.delivered_bytes
+            target.past_down_bytes += connection.down.delivered_bytes
+            if not any(other.connections for other in self._targets.values()):
+                self._quiet.set()
+
+    def dial(self, connection: _Connection) -> None:
+        """Connects to the target in the background."""
+        task = self._loop.create_task(self._dial(connection))
+        self._dials.add(task)
+        task.add_done_callback(self._dials.discard)
+
+    async def _dial(self, connection: _Connection) -> None:
+        target = connection.target
+        sock = _small_socket(target.address[0])
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._loop.sock_connect(sock, target.address)
+                await self._loop.create_connection(lambda: connection.upstream, sock=sock)
+        except OSError as error:  # a timeout is one too
+            target.refused_total += 1
+            _log.info("link.target_refused", target=target.name, reason=str(error))
+            connection.abort()
+        finally:
+            if not connection.upstream.connected:
+                sock.close()
+
+    def _accept(self, target: _Target) -> _Endpoint:
+        return _Connection(self, target).client
+
+    def _begin_outage(self, duration_s: float) -> None:
+        """A scheduled outage does not shorten one that goes on for longer."""
+        if self.time.stopped_at is None or self._down_until < self._loop.time() + duration_s:
+            self.set_down(duration_s)
+
+    def _forget_up_timer(self) -> None:
+        if self._up_timer is not None:
+            self._up_timer.cancel()
+            self._up_timer = None
+
+    def _abort_all(self) -> None:
+        for target in self._targets.values():
+            for connection in list(target.connections):
+                connection.abort()
+
+
+def _small_socket(host: str) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+    return sock
+
+
+def _listening_socket(name: str, address: Address) -> socket.socket:
+    sock = _small_socket(address[0])  # accepted sockets inherit the buffers' sizes
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        where = f"{address[0]}:{address[1]}"
+        raise ConfigError(f"target {name!r}: cannot listen on {where}: {error}") from error
+    return sock

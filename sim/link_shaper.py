@@ -67,6 +67,28 @@ class DirectionStats(msgspec.Struct, frozen=True, kw_only=True):
     queue_delay_max_s: float
 
 
+class TargetStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One target since the start; ``connections`` is how many are open now."""
+
+    connections: int
+    connections_total: int
+    refused_total: int
+    up_bytes: int
+    down_bytes: int
+
+
+class LinkStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a view of the link shows; ``outage_s`` counts the present outage too."""
+
+    profile: str
+    is_down: bool
+    outages_total: int
+    outage_s: float
+    up: DirectionStats
+    down: DirectionStats
+    targets: dict[str, TargetStats]
+
+
 class Mark(enum.Enum):
     """What travels behind the bytes when a sender ends."""
 
@@ -156,9 +178,7 @@ class Lane:
         self.queue_bytes = profile.queue_limit_bytes(rate_bits_per_s)
         self.piece_bytes = PIECE_BYTES
         if bytes_per_s:
-            self.piece_bytes = min(
-                PIECE_BYTES, max(PACKET_BYTES, int(bytes_per_s * PIECE_TIME_S))
-            )
+            self.piece_bytes = min(PIECE_BYTES, max(PACKET_BYTES, int(bytes_per_s * PIECE_TIME_S)))
         carried = (bytes_per_s or FASTEST_BITS_PER_S / 8) * (delay_s + self.jitter_s)
         self.window_bytes = MIN_FLIGHT_BYTES + int(2 * carried)
 
@@ -271,7 +291,9 @@ class Flow:
         if self.dead:
             return
         if isinstance(data, Mark):
+            # From now on the source is left alone: reading on would meet the same end again.
             self.ended = True
+            self._lane.waiting.pop(self, None)
             self.backlog.append((self._lane.time.now(), data))
         else:
             self._lane.backlogged += not self._backlog_bytes
@@ -291,7 +313,7 @@ class Flow:
     def gate(self) -> None:
         """Reads the source while there is room, and stops while there is none."""
         reading = self.dead or self.has_room()
-        if self._source is None or reading == self._reading:
+        if self._source is None or self.ended or reading == self._reading:
             return
         self._reading = reading
         if reading:
@@ -358,5 +380,3 @@ class Flow:
         self.flight.clear()
         lane.forget(self)
         self.gate()
-
-

@@ -22,7 +22,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import zstandard
@@ -34,7 +34,7 @@ BLOCK_CELLS = 1 << 22
 """Cells coded as one block: bounds temporaries, whatever a tensor's size."""
 
 _LEVEL = 1
-_TRIAL_CELLS = 1 << 17
+_TRIAL_CELLS = 1 << 13
 _SPARSE_HEADER = struct.Struct("<IB")
 
 
@@ -99,18 +99,25 @@ def add_steps(old: Cells, steps: Cells) -> Cells:
     return difference
 
 
-def _planes(values: Cells) -> bytes:
-    return values.view(np.uint8).reshape(values.size, values.dtype.itemsize).T.tobytes()
+def _planes(values: Cells) -> Buffer:
+    """Byte planes, lowest first. (Shifts: a strided transpose is three times slower.)"""
+    planes = np.empty((values.dtype.itemsize, values.size), dtype=np.uint8)
+    for byte, plane in enumerate(planes):
+        np.right_shift(values, values.dtype.type(8 * byte), out=plane, casting="unsafe")
+    return planes.reshape(-1).data
 
 
-def _from_planes(planes: Buffer, dtype: "np.dtype[np.unsignedinteger]") -> Cells:
+def _from_planes(planes: Buffer, dtype: "np.dtype[np.unsignedinteger[Any]]") -> Cells:
+    item_bytes = dtype.itemsize
     flat = np.frombuffer(planes, dtype=np.uint8)
-    values = np.empty(flat.size // dtype.itemsize, dtype=dtype)
-    values.view(np.uint8).reshape(-1, dtype.itemsize)[:] = flat.reshape(dtype.itemsize, -1).T
+    values = np.empty(flat.size // item_bytes, dtype=dtype)
+    spread = values.view(np.uint8)
+    for byte, plane in enumerate(flat.reshape(item_bytes, values.size)):
+        spread[byte::item_bytes] = plane
     return values
 
 
-def _compress(data: bytes) -> bytes:
+def _compress(data: Buffer) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL).compress(data)
 
 
@@ -172,7 +179,7 @@ class SparseStep:
         gaps -= 1
         gap_bytes = _gap_bytes(int(gaps.max(initial=0)))
         steps = steps_of(change.old[indices], change.new[indices])
-        planes = _planes(gaps.astype(f"<u{gap_bytes}")) + _planes(steps)
+        planes = b"".join((_planes(gaps.astype(f"<u{gap_bytes}")), _planes(steps)))
         return _SPARSE_HEADER.pack(len(indices), gap_bytes) + _compress(planes)
 
     def decode(self, body: memoryview, old: Cells) -> Cells:
@@ -209,9 +216,9 @@ CODERS: dict[str, Coder] = {coder.name: coder for coder in (SAME, RAW, DENSE, SP
 def _candidates(change: Change) -> Sequence[Coder]:
     """Coders that may be the smallest, by share of changed cells: outside the middle range the
     other one never wins, so it is not tried."""
-    if change.density < 0.35:
+    if change.density < 0.5:
         return (SPARSE,)
-    if change.density > 0.85:
+    if change.density > 0.75:
         return (DENSE,)
     return (SPARSE, DENSE)
 

@@ -266,4 +266,4 @@ def _decode_tensor(
         cell, position = end, position + block.size_bytes
     if position != len(body):
         raise IntegrityError(f"tensor {name!r}: {len(body) - position} bytes behind its blocks")
-    return TensorBytes(old.dtype, old.shape, memoryview(after).toreadonly())
+    return TensorBytes(old.dtype, old.shape, after.view(np.uint8).data.toreadonly())

@@ -193,8 +193,7 @@ def read_safetensors(
         TruncatedBlob, SizeLimitExceeded, IntegrityError: as ``read_header``.
         OSError: the path cannot be read.
     """
-    contents = isinstance(source, (bytes, memoryview))
-    data = source if contents else file_bytes(source, mapped=mapped)
+    data = source if isinstance(source, Buffer) else file_bytes(source, mapped=mapped)
     regions, _ = read_header(data)
     view = memoryview(data).toreadonly()
     return {

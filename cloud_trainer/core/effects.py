@@ -1,0 +1,115 @@
+"""What the trainer core wants done: commands for the shell, to be carried out in order."""
+
+import msgspec
+
+from transport.messages import GroupRef, Message, Plane
+from transport.runs import RunSpec
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all effects."""
+
+
+class ToScheduler(Effect):
+    message: Message
+
+
+class ToTrajectoryLog(Effect):
+    message: Message
+
+
+class ToWeightStore(Effect):
+    message: Message
+
+
+class RenewLink(Effect):
+    """Close the link of a plane and make it again: its peer has been silent for too long."""
+
+    plane: Plane
+
+
+class LoadModel(Effect):
+    """Load the model that the run names, then the state of the checkpoint; ends in
+    ``ModelReady``."""
+
+    run: RunSpec
+
+
+class CheckBody(Effect):
+    """Hash and unpack the body that has just arrived, and keep it; ends in ``BodyChecked``."""
+
+    digest: str
+
+
+class ForgetBodies(Effect):
+    """These bodies will not be trained on."""
+
+    digests: tuple[str, ...]
+
+
+class RunStep(Effect):
+    """Train on these groups, in this order, then capture the weights; the bodies are used up.
+    Ends in ``StepFinished``."""
+
+    step: int
+    groups: tuple[GroupRef, ...]
+
+
+class BuildVersion(Effect):
+    """Make the files of a version durable on this host; ends in ``VersionReady``. With ``whole``
+    it holds full weights and depends on no other version."""
+
+    version: int
+    parent: int | None
+    step: int
+    whole: bool = False
+
+
+class ForgetVersion(Effect):
+    """The weight store has this version; its files are not needed here any more."""
+
+    version: int
+
+
+class LineageStep(msgspec.Struct, frozen=True, array_like=True):
+    """The jobs that one step was trained on. Array-like under the segments' format number."""
+
+    step: int
+    jobs: tuple[str, ...]
+
+
+class WriteCheckpoint(Effect):
+    """Write the state after ``step``, before anything changes it; ends in ``CheckpointWritten``.
+    ``trained`` are the steps since the last checkpoint that counts."""
+
+    step: int
+    version: int
+    trained: tuple[LineageStep, ...]
+
+
+class CommitCheckpoint(Effect):
+    """Make a written checkpoint count; ends in ``CheckpointCommitted``."""
+
+    step: int
+
+
+class ExportModel(Effect):
+    """Write the model as it is now as a Hugging Face folder; ends in ``ModelExported``."""
+
+
+class Rollback(Effect):
+    """What was trained since the last checkpoint is lost: start again from there, as a new
+    incarnation. With ``republish`` the checkpoint's version must be published whole, because the
+    weight store does not have what its successors would be based on. Nothing follows."""
+
+    code: str
+    message: str
+    republish: bool = False
+
+
+class Exit(Effect):
+    """Leave with this status. Nothing follows."""
+
+    status: int
+    code: str
+    message: str

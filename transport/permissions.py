@@ -1,0 +1,114 @@
+"""Who may say what, where: role x plane x message type.
+
+What always holds: what is not written here is forbidden; every message type of ``KINDS`` appears
+on at least one plane (tested). The hub of a plane checks each message of a peer against the role
+of the peer's key; a peer checks what it hears against the hub's role, ``HUB_ROLE[plane]``.
+
+Being allowed to send a kind is not being allowed to speak for others: which policy or attempt a
+message is about is checked against the key's own policy or leases by whoever handles it.
+"""
+
+from transport.messages import (
+    AttemptFailed,
+    BatchGrant,
+    BatchRequest,
+    BodiesGone,
+    BodiesReleased,
+    Body,
+    BodyRequest,
+    CheckpointReport,
+    Chunk,
+    ChunkRequest,
+    CommandReply,
+    Goodbye,
+    GroupUnusable,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    HelloRequired,
+    HostedPolicies,
+    LeaseOffer,
+    LeaseReply,
+    LeaseRevoke,
+    Message,
+    Ping,
+    Plane,
+    Pong,
+    Refuse,
+    Role,
+    RunCommand,
+    RunState,
+    RunSubmit,
+    StatusReply,
+    StatusRequest,
+    StepReport,
+    SummariesAccepted,
+    TrajectoriesStored,
+    TrajectoryAck,
+    TrajectoryPut,
+    TrajectoryRefused,
+    VersionAccepted,
+    VersionDurable,
+    VersionOffer,
+    VersionRejected,
+    VersionServing,
+    VersionStored,
+    WeightsPlan,
+    WeightsRequest,
+    Welcome,
+)
+
+HUB_ROLE: dict[Plane, Role] = {
+    Plane.CONTROL: Role.SCHEDULER,
+    Plane.TRAJECTORIES: Role.SERVICE,
+    Plane.WEIGHTS: Role.SERVICE,
+}
+"""Whose messages the hub end of a plane sends."""
+
+PERMISSIONS: dict[tuple[Role, Plane], frozenset[type[Message]]] = {
+    (Role.AGENT, Plane.CONTROL): frozenset(
+        {Hello, Goodbye, Heartbeat, LeaseReply, AttemptFailed, VersionServing}
+    ),
+    (Role.TRAINER, Plane.CONTROL): frozenset(
+        {Hello, Goodbye, Ping, BatchRequest, GroupUnusable, StepReport, CheckpointReport}
+    ),
+    (Role.SERVICE, Plane.CONTROL): frozenset(
+        {Hello, Goodbye, Ping, TrajectoriesStored, BodiesGone, VersionStored}
+    ),
+    (Role.OPERATOR, Plane.CONTROL): frozenset({RunSubmit, RunCommand, StatusRequest}),
+    (Role.VIEWER, Plane.CONTROL): frozenset({StatusRequest}),
+    (Role.SCHEDULER, Plane.CONTROL): frozenset(
+        {
+            Welcome,
+            Refuse,
+            HelloRequired,
+            Pong,
+            HeartbeatReply,
+            HostedPolicies,
+            LeaseOffer,
+            LeaseRevoke,
+            BatchGrant,
+            RunState,
+            SummariesAccepted,
+            BodiesReleased,
+            VersionAccepted,
+            CommandReply,
+            StatusReply,
+        }
+    ),
+    (Role.AGENT, Plane.TRAJECTORIES): frozenset({TrajectoryPut}),
+    (Role.TRAINER, Plane.TRAJECTORIES): frozenset({BodyRequest}),
+    (Role.SERVICE, Plane.TRAJECTORIES): frozenset({TrajectoryAck, TrajectoryRefused, Body, Refuse}),
+    (Role.AGENT, Plane.WEIGHTS): frozenset({WeightsRequest, ChunkRequest}),
+    (Role.TRAINER, Plane.WEIGHTS): frozenset({VersionOffer, Chunk}),
+    (Role.SERVICE, Plane.WEIGHTS): frozenset(
+        {VersionDurable, VersionRejected, WeightsPlan, ChunkRequest, Chunk, Refuse}
+    ),
+}
+
+_NOTHING: frozenset[type[Message]] = frozenset()
+
+
+def may_send(role: Role, plane: Plane, message_type: type[Message]) -> bool:
+    """Whether a key of ``role`` may send ``message_type`` on ``plane``."""
+    return message_type in PERMISSIONS.get((role, plane), _NOTHING)

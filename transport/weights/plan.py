@@ -1,0 +1,141 @@
+"""From the version an agent has to the one it wants: the tree of versions and the cheapest way.
+
+What always holds: a plan leads along the tree from its start to its target without a gap, each
+step by the delta against the one before; its first step is either what the agent has, proved by
+digest, or a snapshot. ``check_plan`` accepts a plan only if every manifest in it is signed and
+all this is so; the digest of the resulting state is checked again when it is applied.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transport.errors import RemoteProtocolError, SizeLimitExceeded
+from transport.messages import WeightsPlan
+from transport.weights.manifest import (
+    FileEntry,
+    SignedManifest,
+    VersionManifest,
+    verify,
+)
+
+MAX_PLAN_STEPS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Start at ``start`` (from its snapshot, or held already), then apply ``deltas`` in order."""
+
+    start: int
+    from_snapshot: bool
+    deltas: tuple[int, ...]
+    size_bytes: int
+
+
+def lineage(parents: Mapping[int, int | None], version: int) -> list[int]:
+    """Path from the root to ``version``, both included; empty for an unknown version."""
+    path: list[int] = []
+    cursor: int | None = version
+    while cursor is not None and cursor in parents:
+        path.append(cursor)
+        cursor = parents[cursor]
+    return path[::-1]
+
+
+def cheapest_route(
+    parents: Mapping[int, int | None],
+    delta_bytes: Mapping[int, int],
+    snapshot_bytes: Mapping[int, int],
+    *,
+    have: int | None,
+    target: int,
+) -> Route | None:
+    """The way to ``target`` that moves the fewest bytes; on a tie what the agent has wins.
+
+    ``delta_bytes`` and ``snapshot_bytes`` hold the versions whose delta (against the parent) or
+    snapshot can be served. None when no snapshot and nothing held leads there.
+    """
+    best: Route | None = None
+    deltas: list[int] = []
+    chain_bytes = 0
+    cursor: int | None = target
+    while cursor is not None:
+        if cursor == have and (best is None or chain_bytes <= best.size_bytes):
+            best = Route(cursor, False, tuple(deltas[::-1]), chain_bytes)
+        if cursor in snapshot_bytes:
+            size = chain_bytes + snapshot_bytes[cursor]
+            if best is None or size < best.size_bytes:
+                best = Route(cursor, True, tuple(deltas[::-1]), size)
+        if cursor not in delta_bytes:
+            break
+        deltas.append(cursor)
+        chain_bytes += delta_bytes[cursor]
+        cursor = parents.get(cursor)
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedStep:
+    """One version of a plan whose manifest is verified, and the files to fetch for it."""
+
+    manifest: VersionManifest
+    signed: SignedManifest
+    files: tuple[FileEntry, ...]
+
+    @property
+    def delta(self) -> FileEntry | None:
+        return next((entry for entry in self.files if entry.kind == "delta"), None)
+
+    def of_kind(self, kind: str) -> tuple[FileEntry, ...]:
+        return tuple(entry for entry in self.files if entry.kind == kind)
+
+
+def check_plan(
+    plan: WeightsPlan, trusted: Mapping[str, str], *, max_bytes: int | None = None
+) -> tuple[CheckedStep, ...]:
+    """The steps of a plan, verified.
+
+    A plan is: artefacts of the first version (optional), then a snapshot (optional), then deltas.
+
+    Raises:
+        AuthenticationFailed: a manifest is not signed by a trusted key.
+        SizeLimitExceeded: more steps or bytes than allowed.
+        RemoteProtocolError: the steps do not lead to ``plan.version`` of ``plan.policy``.
+    """
+    if not 1 <= len(plan.steps) <= MAX_PLAN_STEPS:
+        raise SizeLimitExceeded(f"a plan of {len(plan.steps)} steps; 1 to {MAX_PLAN_STEPS} allowed")
+    steps: list[CheckedStep] = []
+    at: VersionManifest | None = None
+    for step in plan.steps:
+        signed = SignedManifest(
+            manifest=step.manifest, signature=step.signature, key_id=step.key_id
+        )
+        manifest = verify(signed, trusted)
+        if manifest.policy != plan.policy:
+            raise RemoteProtocolError(f"plan for {plan.policy} has a step of {manifest.policy}")
+        by_name = {entry.name: entry for entry in manifest.files}
+        missing = [name for name in step.files if name not in by_name]
+        if missing or len(set(step.files)) != len(step.files):
+            raise RemoteProtocolError(f"plan: version {manifest.version} has no file {missing[:3]}")
+        checked = CheckedStep(manifest, signed, tuple(by_name[name] for name in step.files))
+        kinds = {entry.kind for entry in checked.files}
+        if "delta" in kinds:
+            if len(kinds) > 1 or (at is not None and _follows(manifest, at) is False):
+                raise RemoteProtocolError(f"plan: version {manifest.version} does not follow")
+            at = manifest
+        elif "snapshot" in kinds:
+            if at is not None or set(checked.of_kind("snapshot")) != set(manifest.of_kind("snapshot")):
+                raise RemoteProtocolError(f"plan: snapshot {manifest.version} is out of place")
+            at = manifest
+        elif at is not None:
+            raise RemoteProtocolError(f"plan: step {manifest.version} brings nothing")
+        steps.append(checked)
+    if at is None or at.version != plan.version:
+        raise RemoteProtocolError(f"plan does not lead to version {plan.version} of {plan.policy}")
+    total = sum(entry.size_bytes for step in steps for entry in step.files)
+    if max_bytes is not None and total > max_bytes:
+        raise SizeLimitExceeded(f"plan moves {total} bytes, over the limit of {max_bytes}")
+    return tuple(steps)
+
+
+def _follows(manifest: VersionManifest, parent: VersionManifest) -> bool:
+    return manifest.parent == parent.version and manifest.base_digest == parent.digest
