@@ -10,44 +10,44 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all effects."""
 
 
-class ToScheduler(Effect):
+class ToScheduler(Effect, frozen=True, kw_only=True):
     message: Message
 
 
-class ToTrajectoryLog(Effect):
+class ToTrajectoryLog(Effect, frozen=True, kw_only=True):
     message: Message
 
 
-class ToWeightStore(Effect):
+class ToWeightStore(Effect, frozen=True, kw_only=True):
     message: Message
 
 
-class RenewLink(Effect):
+class RenewLink(Effect, frozen=True, kw_only=True):
     """Close the link of a plane and make it again: its peer has been silent for too long."""
 
     plane: Plane
 
 
-class LoadModel(Effect):
+class LoadModel(Effect, frozen=True, kw_only=True):
     """Load the model that the run names, then the state of the checkpoint; ends in
     ``ModelReady``."""
 
     run: RunSpec
 
 
-class CheckBody(Effect):
+class CheckBody(Effect, frozen=True, kw_only=True):
     """Hash and unpack the body that has just arrived, and keep it; ends in ``BodyChecked``."""
 
     digest: str
 
 
-class ForgetBodies(Effect):
+class ForgetBodies(Effect, frozen=True, kw_only=True):
     """These bodies will not be trained on."""
 
     digests: tuple[str, ...]
 
 
-class RunStep(Effect):
+class RunStep(Effect, frozen=True, kw_only=True):
     """Train on these groups, in this order, then capture the weights; the bodies are used up.
     Ends in ``StepFinished``."""
 
@@ -55,7 +55,7 @@ class RunStep(Effect):
     groups: tuple[GroupRef, ...]
 
 
-class BuildVersion(Effect):
+class BuildVersion(Effect, frozen=True, kw_only=True):
     """Make the files of a version durable on this host; ends in ``VersionReady``. With ``whole``
     it holds full weights and depends on no other version."""
 
@@ -65,7 +65,7 @@ class BuildVersion(Effect):
     whole: bool = False
 
 
-class ForgetVersion(Effect):
+class ForgetVersion(Effect, frozen=True, kw_only=True):
     """The weight store has this version; its files are not needed here any more."""
 
     version: int
@@ -78,7 +78,7 @@ class LineageStep(msgspec.Struct, frozen=True, array_like=True):
     jobs: tuple[str, ...]
 
 
-class WriteCheckpoint(Effect):
+class WriteCheckpoint(Effect, frozen=True, kw_only=True):
     """Write the state after ``step``, before anything changes it; ends in ``CheckpointWritten``.
     ``trained`` are the steps since the last checkpoint that counts."""
 
@@ -87,17 +87,17 @@ class WriteCheckpoint(Effect):
     trained: tuple[LineageStep, ...]
 
 
-class CommitCheckpoint(Effect):
+class CommitCheckpoint(Effect, frozen=True, kw_only=True):
     """Make a written checkpoint count; ends in ``CheckpointCommitted``."""
 
     step: int
 
 
-class ExportModel(Effect):
+class ExportModel(Effect, frozen=True, kw_only=True):
     """Write the model as it is now as a Hugging Face folder; ends in ``ModelExported``."""
 
 
-class Rollback(Effect):
+class Rollback(Effect, frozen=True, kw_only=True):
     """What was trained since the last checkpoint is lost: start again from there, as a new
     incarnation. With ``republish`` the checkpoint's version must be published whole, because the
     weight store does not have what its successors would be based on. Nothing follows."""
@@ -107,7 +107,7 @@ class Rollback(Effect):
     republish: bool = False
 
 
-class Exit(Effect):
+class Exit(Effect, frozen=True, kw_only=True):
     """Leave with this status. Nothing follows."""
 
     status: int

@@ -52,6 +52,7 @@ class BatchFetch:
         self._tries = tries
         self._bodies: dict[str, _Body] = {}
         self._heard: float | None = None
+        self._polled = 0.0
 
     def adopt(self, refs: Sequence[GroupRef]) -> tuple[str, ...]:
         """Fetch exactly these from now on; returns the digests that are not wanted any more."""
@@ -103,6 +104,7 @@ class BatchFetch:
 
     def poll(self, now: float) -> BodyRequest | None:
         """What to ask for now."""
+        self._polled = now
         for body in self._bodies.values():
             if body.state is _State.ASKED and body.due <= now:
                 body.state, body.due = _State.WAITING, now
@@ -136,14 +138,13 @@ class BatchFetch:
         return None
 
     def next_deadline(self) -> float | None:
-        """When ``poll`` has something to do again."""
-        blocked = self._open_bytes() > 0
+        """When ``poll`` has something to do again. What the last ``poll`` left waiting is held by
+        the window, and goes on when an answer or a check makes room."""
         dues = [
             body.due
             for body in self._bodies.values()
-            if body.state is _State.ASKED or (body.state is _State.WAITING and not blocked)
-            # A retry that waits for its moment is due then, whatever is open.
-            or (body.state is _State.WAITING and body.tries > 0)
+            if body.state is _State.ASKED
+            or (body.state is _State.WAITING and body.due > self._polled)
         ]
         return min(dues, default=None)
 

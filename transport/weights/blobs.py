@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from transport.errors import ChecksumMismatch, StoreError, TruncatedBlob
-from transport.weights.manifest import FileEntry
+from transport.weights.manifest import FileEntry, FileKind, describe_file
 from transport.weights.tensors import Buffer, file_bytes
 
 _PART, _TEMPORARY = ".part", ".tmp"
@@ -102,6 +102,23 @@ class BlobFolder:
             write_durably(self.path(digest), pieces)
         return self.path(digest)
 
+    def store(
+        self, name: str, kind: FileKind, parts: Iterable[Buffer], *, chunk_bytes: int | None = None
+    ) -> FileEntry:
+        """Store a file whose digest is not known yet, without holding it in memory.
+
+        Raises:
+            StoreError: the disk refused.
+        """
+        temporary = self.folder / f"{name}{_TEMPORARY}"
+        write_durably(temporary, parts)
+        with disk_errors(f"storing {name} in {self.folder}"):
+            data = file_bytes(temporary, mapped=True)
+            entry = describe_file(name, kind, data, chunk_bytes=chunk_bytes)
+            os.replace(temporary, self.path(entry.digest))
+            sync_folder(self.folder)
+        return entry
+
     def present(self, entry: FileEntry) -> frozenset[int]:
         """Chunks on disk that are what the entry says; hashes what an earlier process left."""
         every = range(len(entry.chunk_digests))
@@ -109,9 +126,8 @@ class BlobFolder:
             return frozenset(every)
         try:
             with open(self._part(entry.digest), "rb") as file:
-                return frozenset(
-                    index for index in every if entry.chunk_matches(index, file.read(entry.chunk_bytes))
-                )
+                found = ((index, file.read(entry.chunk_bytes)) for index in every)
+                return frozenset(index for index, data in found if entry.chunk_matches(index, data))
         except OSError:
             return frozenset()
 
@@ -180,11 +196,9 @@ class BlobFolder:
         """
         if not 0 <= index < len(entry.chunk_digests):
             raise TruncatedBlob(f"{entry.name} has {len(entry.chunk_digests)} chunks, no {index}")
-        with disk_errors(f"reading {self.path(entry.digest)}"):
-            with open(self.path(entry.digest), "rb") as file:
-                data = os.pread(
-                    file.fileno(), entry.chunk_size_bytes(index), index * entry.chunk_bytes
-                )
+        path = self.path(entry.digest)
+        with disk_errors(f"reading {path}"), open(path, "rb") as file:
+            data = os.pread(file.fileno(), entry.chunk_size_bytes(index), index * entry.chunk_bytes)
         if not entry.chunk_matches(index, data):
             raise ChecksumMismatch(f"chunk {index} of {entry.name} is damaged on disk")
         return data

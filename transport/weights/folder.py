@@ -6,13 +6,21 @@ that describe a model or tokenizer as data (never program text).
 """
 
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from transport.errors import FarflowError, ModelError
-from transport.weights.manifest import INDEX_NAME, MAX_ARTEFACT_BYTES, is_artefact_name
+from transport.errors import ChecksumMismatch, FarflowError, ModelError, StoreError
+from transport.weights.blobs import disk_errors, sync_folder, write_durably
+from transport.weights.digest import StateDigest
+from transport.weights.manifest import (
+    INDEX_NAME,
+    MAX_ARTEFACT_BYTES,
+    VersionManifest,
+    is_artefact_name,
+)
 from transport.weights.tensors import Buffer, TensorBytes, read_safetensors, safetensors_parts
 
 SINGLE_NAME = "model.safetensors"
@@ -116,6 +124,50 @@ def snapshot_files(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     files[INDEX_NAME] = [msgspec.json.encode(index)]
     return files
+
+
+def read_snapshot(
+    files: Mapping[str, Buffer], manifest: VersionManifest
+) -> tuple[dict[str, TensorBytes], StateDigest]:
+    """Weights out of a snapshot's files, as views, verified against the manifest's digest.
+
+    Raises:
+        IntegrityError: a file is malformed.
+        ChecksumMismatch: it is another state than the manifest says.
+    """
+    tensors: dict[str, TensorBytes] = {}
+    for name, data in files.items():
+        if name != INDEX_NAME:
+            tensors.update(read_safetensors(data))
+    digests = StateDigest.of(tensors)
+    if digests.hex != manifest.digest:
+        raise ChecksumMismatch(
+            f"snapshot {manifest.version} of {manifest.policy} has digest {digests.hex[:12]}, "
+            f"the manifest says {manifest.digest[:12]}"
+        )
+    return dict(sorted(tensors.items())), digests
+
+
+def write_model_folder(
+    folder: Path, tensors: Mapping[str, TensorBytes], artefacts: Mapping[str, Buffer]
+) -> None:
+    """Write a new Hugging Face model folder in one step: it is complete or not there.
+
+    Raises:
+        StoreError: it exists already, or the disk refused.
+    """
+    if folder.exists():
+        raise StoreError(f"{folder} exists; give a new folder or remove it")
+    temporary = folder.with_name(folder.name + ".incomplete")
+    with disk_errors(f"writing {folder}"):
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        files: dict[str, Iterable[Buffer]] = {name: (data,) for name, data in artefacts.items()}
+        for name, parts in {**files, **snapshot_files(tensors)}.items():
+            write_durably(temporary / name, parts)
+        os.replace(temporary, folder)
+        sync_folder(folder.parent)
 
 
 def full_bytes_of(tensors: Mapping[str, TensorBytes]) -> int:

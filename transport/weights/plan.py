@@ -119,11 +119,12 @@ def check_plan(
         checked = CheckedStep(manifest, signed, tuple(by_name[name] for name in step.files))
         kinds = {entry.kind for entry in checked.files}
         if "delta" in kinds:
-            if len(kinds) > 1 or (at is not None and _follows(manifest, at) is False):
+            if len(kinds) > 1 or (at is not None and not _follows(manifest, at)):
                 raise RemoteProtocolError(f"plan: version {manifest.version} does not follow")
             at = manifest
         elif "snapshot" in kinds:
-            if at is not None or set(checked.of_kind("snapshot")) != set(manifest.of_kind("snapshot")):
+            whole = set(checked.of_kind("snapshot")) == set(manifest.of_kind("snapshot"))
+            if at is not None or not whole:
                 raise RemoteProtocolError(f"plan: snapshot {manifest.version} is out of place")
             at = manifest
         elif at is not None:

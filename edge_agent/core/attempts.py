@@ -1,0 +1,112 @@
+"""The attempts that an agent has accepted and not yet turned into a spooled result.
+
+What always holds: an attempt is waiting, running or scoring; it holds its policies' weights to the
+versions it is pinned to until its last token is drawn; sequences of waiting and running attempts
+add up to at most ``slots + prefetch_sequences`` unless a single attempt is larger than that. The
+engine keeps to its slots by itself: a started attempt may run in waves.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from transport.ids import Fence
+from transport.messages import HeldAttempt, LeaseOffer
+
+
+class AttemptState(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    SCORING = "scoring"
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One accepted offer; ``pinned`` is by policy id."""
+
+    offer: LeaseOffer
+    accepted_s: float
+    pinned: dict[str, int]
+    state: AttemptState = AttemptState.WAITING
+
+    @property
+    def name(self) -> str:
+        return self.offer.attempt
+
+    @property
+    def fence(self) -> Fence:
+        return self.offer.fence
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return tuple(sorted(set(self.offer.policies.values())))
+
+    @property
+    def sequences(self) -> int:
+        return sequences_of(self.offer)
+
+
+def sequences_of(offer: LeaseOffer) -> int:
+    return len(offer.items) * offer.group_size
+
+
+def pins_of(offer: LeaseOffer) -> dict[str, int]:
+    """Pinned versions by policy id; the offer may use the policies' names in its workflow."""
+    return {offer.policies.get(key, key): version for key, version in offer.pinned.items()}
+
+
+def fault_of(offer: LeaseOffer) -> str:
+    """Why an offer makes no sense, or nothing."""
+    if not offer.attempt or not offer.items or offer.group_size < 1 or not offer.policies:
+        return "empty attempt, items, policies or group"
+    if offer.max_new_tokens < 1 or not 0.0 <= offer.temperature < float("inf"):
+        return "impossible sampling parameters"
+    if not set(pins_of(offer)) <= set(offer.policies.values()):
+        return "pinned to a policy that it does not use"
+    return ""
+
+
+class Attempts:
+    """Held attempts by name, oldest first."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Attempt] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return iter(tuple(self._held.values()))
+
+    def find(self, name: str, fence: Fence | None = None) -> Attempt | None:
+        """The held attempt of that name, and of that fence if one is given."""
+        attempt = self._held.get(name)
+        if attempt is None or (fence is not None and attempt.fence != fence):
+            return None
+        return attempt
+
+    def add(self, attempt: Attempt) -> None:
+        self._held[attempt.name] = attempt
+
+    def remove(self, attempt: Attempt) -> None:
+        del self._held[attempt.name]
+
+    def of_policy(self, policy: str) -> list[Attempt]:
+        return [attempt for attempt in self if policy in attempt.policies]
+
+    def inventory(self) -> list[HeldAttempt]:
+        return [HeldAttempt(attempt=held.name, fence=held.fence) for held in self._held.values()]
+
+    def sequences(self, *states: AttemptState) -> int:
+        return sum(held.sequences for held in self._held.values() if held.state in states)
+
+    def bound(self, policy: str) -> int | None:
+        """The version that pinned work keeps ``policy`` from passing; None without such work."""
+        return min(
+            (
+                held.pinned[policy]
+                for held in self._held.values()
+                if policy in held.pinned and held.state is not AttemptState.SCORING
+            ),
+            default=None,
+        )

@@ -1,0 +1,98 @@
+"""What the edge agent's core wants done: imperative, frozen; the order in a list is meaningful.
+
+An effect that takes time reports back as an event: ``RunAttempt`` by ``GroupGenerated`` and
+``GroupSpooled`` or by ``AttemptCrashed``; ``OpenCopy`` by ``CopyOpened``; ``FetchPlan`` by
+``PlanStaged`` or ``StageFailed``; ``SwapWeights`` by ``WeightsSwapped`` or ``SwapFailed``;
+``DiscardCopy`` by ``CopyDiscarded``.
+"""
+
+import msgspec
+
+from transport.ids import Fence
+from transport.messages import GroupSummary, LeaseOffer, Message, Plane, WeightsPlan
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all effects."""
+
+
+class ToScheduler(Effect):
+    message: Message
+
+
+class ToTrajectoryLog(Effect):
+    """Send the spooled body of ``summary`` as a ``TrajectoryPut``."""
+
+    summary: GroupSummary
+
+
+class ToWeightStore(Effect):
+    message: Message
+
+
+class RemakeLink(Effect):
+    """Close this plane's link, with whatever is queued in it, and open a new one."""
+
+    plane: Plane
+
+
+class RunAttempt(Effect):
+    """Start generating; the attempt waited ``queued_s`` since it was accepted."""
+
+    offer: LeaseOffer
+    queued_s: float
+
+
+class AbortAttempt(Effect):
+    """Stop a running attempt; nothing is reported back. Only ``attempt`` under ``fence``."""
+
+    attempt: str
+    fence: Fence
+
+
+class DropSpooled(Effect):
+    """Delete this body from the spool."""
+
+    attempt: str
+    digest: str
+
+
+class OpenCopy(Effect):
+    """Verify the copy on disk, if any, and load it into the engine."""
+
+    policy: str
+
+
+class FetchPlan(Effect):
+    """Fetch, verify and stage this plan beside the copy."""
+
+    policy: str
+    ticket: int
+    plan: WeightsPlan
+
+
+class CancelFetch(Effect):
+    """Stop the fetch under ``ticket`` and drop what it staged; nothing is reported back."""
+
+    policy: str
+    ticket: int
+
+
+class SwapWeights(Effect):
+    """Bring the staged version into the engine and commit the copy."""
+
+    policy: str
+    ticket: int
+
+
+class DiscardCopy(Effect):
+    """Delete the copy of this policy and everything staged for it."""
+
+    policy: str
+
+
+class Exit(Effect):
+    """The agent is done: close the links and end the process with this status."""
+
+    reason: str
+    status: int

@@ -1,0 +1,129 @@
+"""What the edge agent's core is told: past tense, frozen, small."""
+
+import msgspec
+
+from transport.ids import Fence
+from transport.messages import GroupSummary, Message, Plane
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all events."""
+
+
+class FromScheduler(Event):
+    """A message came over the control plane."""
+
+    message: Message
+
+
+class FromTrajectoryLog(Event):
+    """A message came over the trajectories plane."""
+
+    message: Message
+
+
+class FromWeightStore(Event):
+    """A message (other than a chunk) came over the weights plane."""
+
+    message: Message
+
+
+class SendFailed(Event):
+    """The link did not take this message (window full, nobody there): it was not sent."""
+
+    plane: Plane
+    message: Message
+
+
+class GroupGenerated(Event):
+    """The attempt drew its last token; scoring and packing go on, the weights are free to move."""
+
+    attempt: str
+    fence: Fence
+
+
+class GroupSpooled(Event):
+    """The attempt's result is durable in the spool."""
+
+    summary: GroupSummary
+
+
+class AttemptCrashed(Event):
+    """The attempt ended without a result. ``code`` is stable, ``detail`` is for people."""
+
+    attempt: str
+    fence: Fence
+    code: str
+    detail: str = ""
+
+
+class CopyOpened(Event):
+    """The copy of a policy found on disk is verified and in the engine; ``version`` None: there
+    was none."""
+
+    policy: str
+    version: int | None
+    digest: str = ""
+
+
+class PlanStaged(Event):
+    """The plan that was fetched under ``ticket`` is complete and verified beside the copy."""
+
+    policy: str
+    ticket: int
+
+
+class StageFailed(Event):
+    """Fetching or verifying the plan under ``ticket`` failed with an error's ``code``."""
+
+    policy: str
+    ticket: int
+    code: str
+    detail: str = ""
+
+
+class WeightsSwapped(Event):
+    """The engine generates with the staged version and the copy is committed."""
+
+    policy: str
+    ticket: int
+    version: int
+    digest: str
+    pause_s: float
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+
+
+class SwapFailed(Event):
+    """The engine or the disk did not take the staged version: nobody knows what is in use."""
+
+    policy: str
+    ticket: int
+    code: str
+    detail: str = ""
+
+
+class CopyDiscarded(Event):
+    """The copy of a policy is gone from the disk."""
+
+    policy: str
+
+
+class Measured(Event):
+    """Counters of the engine and the links since the start, for the next heartbeat."""
+
+    tokens_generated: int
+    running_sequences: int
+    waiting_sequences: int
+    bytes_up: int
+    bytes_down: int
+
+
+class DrainRequested(Event):
+    """Finish or hand back what is held, then leave."""
+
+    reason: str
+
+
+class Tick(Event):
+    """``next_deadline`` has passed."""

@@ -1,0 +1,35 @@
+"""Constants of the agent's decisions; the shell fills in what the configuration says."""
+
+import msgspec
+
+
+class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations in seconds, sizes in bytes.
+
+    ``slots`` is the engine's number of concurrent sequences. ``prefetch_sequences`` is how many
+    more may wait for a slot or for weights: far above what a scheduler prefetches, it only bounds
+    memory. ``max_held`` bounds the attempts held at once, spooled ones included, so that an
+    inventory of all of them fits into one control frame.
+    """
+
+    slots: int
+    hardware: str = ""
+    engine: str = ""
+    workflows: dict[str, str] = {}
+    rewards: tuple[str, ...] = ()
+    labels: dict[str, str] = {}
+    prefetch_sequences: int = 512
+    max_held: int = 1024
+    spool_bytes: int = 2**30
+    upload_window_bytes: int = 8 * 2**20
+    attempt_timeout_s: float = 3600.0
+    drain_s: float = 30.0
+    hello_repeat_s: float = 1.0
+    lost_after_s: float = 12.0
+    heartbeat_s: float = 2.0
+    request_repeat_s: float = 5.0
+    upload_stall_s: float = 30.0
+    upload_stall_max_s: float = 600.0
+    upload_retry_s: float = 0.5
+    backoff_s: float = 1.0
+    backoff_max_s: float = 60.0

@@ -1,0 +1,100 @@
+"""The reference of every table and key, generated from the Structs that check them.
+
+``docs/configuration.md`` is this text; a test compares them.
+"""
+
+import inspect
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from cloud_trainer.config import TrainerTable
+from edge_agent.config import AgentTable, FakeEngineTable
+from farflow.run_file import RunTable
+from farflow.up_config import LocalTable
+from scheduler.config import SchedulerTable
+from transport.runs import EvaluationSpec, PolicySpec, TaskSpec, WorkflowSpec
+from transport.runtime.settings import LogConfig, TransportConfig
+
+DEPLOYMENT: tuple[tuple[str, type[msgspec.Struct]], ...] = (
+    ("transport", TransportConfig),
+    ("scheduler", SchedulerTable),
+    ("agent", AgentTable),
+    ("agent.fake", FakeEngineTable),
+    ("trainer", TrainerTable),
+    ("log", LogConfig),
+    ("local", LocalTable),
+)
+RUN: tuple[tuple[str, type[msgspec.Struct]], ...] = (
+    ("run", RunTable),
+    ("policies.NAME", PolicySpec),
+    ("task", TaskSpec),
+    ("workflow", WorkflowSpec),
+    ("evaluation", EvaluationSpec),
+)
+
+_HEAD = """# Configuration
+
+Two kinds of TOML: a **deployment** (where the daemons are, their limits) and a **run** (what is
+learnt); `farflow up` takes one file with both, each daemon reads its own tables. Later sources
+win: defaults, files in order, `FARFLOW_TABLE__FIELD` variables, `--set table.field=value`.
+
+`farflow config check FILE` refuses unknown keys, wrong types, ranges and units with the path of the
+key; `farflow config show FILE` prints every value and where it came from. Keys ending in `_s` take
+seconds or texts such as `"1500ms"`, keys ending in `_bytes` numbers or `"64MiB"`.
+
+Settings that belong to a trainer (`[policies.NAME.settings]`) are checked by that trainer.
+
+This page is generated: `farflow config reference`.
+"""
+
+
+def reference() -> str:
+    """The page as Markdown."""
+    parts = [_HEAD]
+    for title, tables in (("Deployment", DEPLOYMENT), ("Run", RUN)):
+        parts.append(f"\n## {title}\n")
+        for name, struct in tables:
+            parts.append(
+                f"\n### `[{name}]`\n\n{_doc(struct)}\n\n| key | type | default |\n|---|---|---|\n"
+            )
+            parts.extend(
+                f"| `{field.encode_name}` | {_type(field.type)} | {_default(field)} |\n"
+                for field in msgspec.structs.fields(struct)
+            )
+    return "".join(parts)
+
+
+def _doc(struct: type[msgspec.Struct]) -> str:
+    text = " ".join(inspect.cleandoc(struct.__doc__ or "").split())
+    return text.replace("``", "`")
+
+
+def _type(kind: Any) -> str:
+    if hasattr(kind, "__metadata__"):
+        base, *extra = get_args(kind)
+        bounds = [
+            f"{sign} {value:g}"
+            for meta in extra
+            for sign, value in (("≥", meta.ge), (">", meta.gt), ("≤", meta.le))
+            if value is not None
+        ]
+        return " ".join([_type(base), *bounds])
+    origin = get_origin(kind)
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(kind))
+    if origin is not None:
+        return str(kind).replace("typing.", "").replace(" | ", " or ")
+    name = getattr(kind, "__name__", str(kind))
+    return (
+        f"table `{name}`" if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else name
+    )
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "required"
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    if isinstance(value, msgspec.Struct):
+        return "its own table"
+    return f"`{value!r}`"

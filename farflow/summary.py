@@ -1,0 +1,217 @@
+"""What is said at the end of a run: results, the accounting, and checks that can fail.
+
+Three checks decide whether the run was clean: every accounting row balances, every agent serves
+exactly the published weights of the head version, and no group was trained twice along the
+surviving lineage (read back from the trainer's own checkpoint).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from farflow.view import accounting_table, human_bytes
+from transport.ids import policy_name
+from transport.status import AccountingRow, EvaluationStatus, PolicyStatus, SchedulerStatus
+
+
+class PolicySummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy's result. ``accuracy_before`` and ``accuracy_after`` are greedy on held-out
+    items; ``trained_twice`` lists job ids, empty when all is well; ``lineage_groups`` is None
+    where the checkpoint could not be read on this host."""
+
+    policy: str
+    steps: int
+    version: int
+    digest: str
+    accuracy_before: float | None
+    accuracy_after: float | None
+    held_out_items: int
+    lineage_groups: int | None
+    trained_twice: tuple[str, ...]
+
+
+class AgentDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """The weights an agent ended on, beside what was published."""
+
+    agent: str
+    policy: str
+    version: int | None
+    digest: str
+    equal: bool
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole summary; ``problems`` is empty when every check passed."""
+
+    run: str
+    state: str
+    reason: str
+    wall_s: float
+    training_s: float | None
+    policies: tuple[PolicySummary, ...]
+    agents: tuple[AgentDigest, ...]
+    accounting: tuple[AccountingRow, ...]
+    bytes_up: int
+    bytes_down: int
+    problems: tuple[str, ...]
+
+
+def repeated(lineage: Iterable[tuple[int, Sequence[str]]]) -> tuple[str, ...]:
+    """Job ids that occur more than once in ``(step, job ids)`` pairs, sorted."""
+    seen: set[str] = set()
+    twice: set[str] = set()
+    for _, jobs in lineage:
+        for job in jobs:
+            (twice if job in seen else seen).add(job)
+    return tuple(sorted(twice))
+
+
+def summarise(
+    status: SchedulerStatus,
+    run: str,
+    *,
+    wall_s: float,
+    training_s: float | None,
+    lineages: Mapping[str, Sequence[tuple[int, Sequence[str]]]],
+) -> RunSummary:
+    """Put a run's last status and the lineages of its checkpoints (by policy id) together."""
+    state = next(r for r in status.runs if r.name == run)
+    problems: list[str] = []
+    policies = [_policy(p, lineages.get(p.policy)) for p in state.policies]
+    agents = [
+        AgentDigest(
+            agent=agent.name,
+            policy=policy.policy,
+            version=agent.versions.get(policy.policy),
+            digest=agent.digests.get(policy.policy, ""),
+            equal=agent.digests.get(policy.policy, "") == policy.head_digest != "",
+        )
+        for agent in status.agents
+        if agent.state not in ("gone", "lost")
+        for policy in state.policies
+    ]
+    if state.state != "finished" or state.reason != "completed":
+        problems.append(f"the run ended {state.state}: {state.reason or 'no reason given'}")
+    problems.extend(
+        f"accounting of {row.policy} ({row.kind}) is off by {row.balance}"
+        for row in state.accounting
+        if row.balance
+    )
+    problems.extend(
+        f"agent {digest.agent} ended on version {digest.version} of {digest.policy}, whose digest "
+        "differs from the published head"
+        for digest in agents
+        if not digest.equal
+    )
+    for policy in policies:
+        if policy.trained_twice:
+            problems.append(
+                f"{len(policy.trained_twice)} groups of {policy.policy} were trained twice along "
+                f"the surviving lineage, among them {policy.trained_twice[0]}"
+            )
+        expected = sum(
+            r.trained for r in state.accounting if r.policy == policy.policy and r.kind == "train"
+        )
+        if policy.lineage_groups is not None and policy.lineage_groups != expected:
+            problems.append(
+                f"{policy.policy}: the lineage holds {policy.lineage_groups} groups, the "
+                f"accounting says {expected} were trained"
+            )
+    return RunSummary(
+        run=run,
+        state=state.state,
+        reason=state.reason,
+        wall_s=wall_s,
+        training_s=training_s,
+        policies=tuple(policies),
+        agents=tuple(agents),
+        accounting=state.accounting,
+        bytes_up=sum(a.bytes_up for a in status.agents),
+        bytes_down=sum(a.bytes_down for a in status.agents),
+        problems=tuple(problems),
+    )
+
+
+def _policy(
+    policy: PolicyStatus, lineage: Sequence[tuple[int, Sequence[str]]] | None
+) -> PolicySummary:
+    done = [e for e in policy.evaluations if e.done]
+    before = _at(done, first=True)
+    after = _at(done, first=False)
+    return PolicySummary(
+        policy=policy.policy,
+        steps=policy.step,
+        version=policy.head_version,
+        digest=policy.head_digest,
+        accuracy_before=None if before is None else before.accuracy,
+        accuracy_after=None if after is None else after.accuracy,
+        held_out_items=0 if after is None else after.scored,
+        lineage_groups=None if lineage is None else sum(len(jobs) for _, jobs in lineage),
+        trained_twice=() if lineage is None else repeated(lineage),
+    )
+
+
+def _at(done: Sequence[EvaluationStatus], *, first: bool) -> EvaluationStatus | None:
+    if not done:
+        return None
+    key = min if first else max
+    return key(done, key=lambda e: (e.step, e.version))
+
+
+def render(summary: RunSummary) -> RenderableType:
+    """The summary for a terminal."""
+    parts: list[RenderableType] = []
+    table = Table(
+        title=f"run {summary.run}: {summary.state} ({summary.reason})",
+        title_justify="left",
+        expand=True,
+    )
+    for column in ("policy", "steps", "version", "held-out before", "after", "items"):
+        table.add_column(column)
+    for policy in summary.policies:
+        table.add_row(
+            policy_name(policy.policy),
+            str(policy.steps),
+            f"v{policy.version}",
+            _percent(policy.accuracy_before),
+            _percent(policy.accuracy_after),
+            str(policy.held_out_items),
+        )
+    parts.append(table)
+    digests = Table(title="weights at the end", title_justify="left", expand=True)
+    for column in ("agent", "policy", "version", "digest", "equals the published"):
+        digests.add_column(column)
+    for digest in summary.agents:
+        digests.add_row(
+            digest.agent,
+            policy_name(digest.policy),
+            "-" if digest.version is None else f"v{digest.version}",
+            digest.digest[:16],
+            "yes" if digest.equal else "NO",
+        )
+    parts.append(digests)
+    parts.append(accounting_table(summary.accounting))
+    training = "" if summary.training_s is None else f", training {summary.training_s:.0f} s"
+    parts.append(
+        Text(
+            f"{summary.wall_s:.0f} s{training} · {human_bytes(summary.bytes_up)} up, "
+            f"{human_bytes(summary.bytes_down)} down over the agents' links"
+        )
+    )
+    if summary.problems:
+        parts.extend(Text(f"PROBLEM: {problem}", style="bold red") for problem in summary.problems)
+    else:
+        parts.append(
+            Text(
+                "accounting balances, agents' weights equal the published, no group trained twice",
+                style="green",
+            )
+        )
+    return Group(*parts)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"

@@ -1,0 +1,80 @@
+"""What the core wants done. The shell commits ``take_changes`` first, then executes effects in
+order; an effect is never repeated after a restart (the peers' ``Hello`` reconciles).
+"""
+
+from typing import Literal
+
+import msgspec
+
+from transport.messages import Message
+from transport.runs import RunSpec
+from transport.status import EvaluationStatus, StepStatus
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send a control message to a named peer; whether it is connected is not the core's matter."""
+
+    peer: str
+    message: Message
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Answer the operator's request of that number."""
+
+    peer: str
+    request: int
+    message: Message
+
+
+class StartTaskSource(msgspec.Struct, frozen=True):
+    """Make the run's items available; starting a running one is harmless."""
+
+    run: RunSpec
+
+
+class StopTaskSource(msgspec.Struct, frozen=True):
+    run: str
+
+
+class ProduceItems(msgspec.Struct, frozen=True):
+    """Answer with ``ItemsProduced`` for ``count`` items from ``start`` on, in one or several
+    parts. The same request may be repeated."""
+
+    run: str
+    kind: Literal["train", "eval"]
+    start: int
+    count: int
+
+
+class RecordStep(msgspec.Struct, frozen=True):
+    """An optimizer step for the run's metrics; once per step of a lineage, in order."""
+
+    run: str
+    step: StepStatus
+    metrics: dict[str, float]
+
+
+class RecordEvaluation(msgspec.Struct, frozen=True):
+    """A finished evaluation for the run's metrics."""
+
+    run: str
+    evaluation: EvaluationStatus
+
+
+class RunEnded(msgspec.Struct, frozen=True):
+    """The run is finished: ``completed``, ``stopped`` or ``failed: TEXT``."""
+
+    run: str
+    reason: str
+
+
+Effect = (
+    Send
+    | Reply
+    | StartTaskSource
+    | StopTaskSource
+    | ProduceItems
+    | RecordStep
+    | RecordEvaluation
+    | RunEnded
+)

@@ -1,0 +1,44 @@
+"""Settings of the pure core: the durations and limits that its decisions depend on.
+
+The daemon builds this from ``[scheduler]``; the simulator and the tests build it directly. Fields
+that the table has too mean the same there.
+"""
+
+from typing import Literal
+
+import msgspec
+
+PlacementName = Literal[
+    "finish-time", "round-robin", "least-outstanding", "nearest", "two-choices"
+]
+
+TRAJECTORY_LOG = "trajectory-log"
+WEIGHT_STORE = "weight-store"
+
+
+class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations in seconds.
+
+    ``shortlist`` bounds how many agents one placement looks at; fleets with no more free agents
+    than that are searched in full. ``heartbeat_scale_agents`` is the fleet size above which the
+    assigned heartbeat interval grows in proportion.
+    """
+
+    placement: PlacementName = "finish-time"
+    heartbeat_s: float = 2.0
+    suspect_after_missed: int = 3
+    lost_after_s: float = 12.0
+    lease_s: float = 120.0
+    offer_timeout_s: float = 10.0
+    reconnect_grace_s: float = 30.0
+    work_grace_s: float = 600.0
+    retry_backoff_s: float = 1.0
+    retry_backoff_max_s: float = 60.0
+    prefetch_groups: int = 1
+    max_queued_jobs: int = 100_000
+    shortlist: int = 64
+    heartbeat_scale_agents: int = 1000
+    story_length: int = 20_000
+    release_repeat_s: float = 15.0
+    produce_repeat_s: float = 30.0
+    forget_agent_s: float = 86_400.0

@@ -1,0 +1,196 @@
+"""Rows of changed entities in SQLite: the scheduler's truth.
+
+What always holds:
+
+1. ``commit`` is one transaction; when it returns, every row of it survives what ``durability``
+   names: a power cut (``synchronous=FULL``) or the end of the process (``NORMAL``).
+2. Every opening raises the term by one, durably and before the term is known to anybody.
+3. ``now`` is the core's clock at the last commit, so that the next life continues from there.
+4. Whatever SQLite refuses becomes a ``StoreError`` with a remedy. After one nothing more is
+   committed: a daemon that cannot remember must stop, not go on from memory.
+5. One folder belongs to one process, and its connection to one thread at a time.
+
+All functions block; the daemon calls them in its single writer thread.
+"""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from transport.errors import StoreError
+from transport.runtime.files import lock_folder, private_dir
+
+Row = tuple[str, str, bytes]
+Change = tuple[str, str, bytes | None]
+"""(table, key, value); a value of None deletes the row."""
+
+Durability = Literal["power-loss", "process-crash"]
+
+FILE_NAME: Final = "scheduler.sqlite"
+BUSY_TIMEOUT_S: Final = 5.0
+
+MIGRATIONS: Final[tuple[str, ...]] = (
+    """
+    CREATE TABLE rows (
+        table_name TEXT NOT NULL,
+        key TEXT NOT NULL,
+        value BLOB NOT NULL,
+        PRIMARY KEY (table_name, key)
+    ) STRICT, WITHOUT ROWID;
+    CREATE TABLE meta (
+        id INTEGER PRIMARY KEY CHECK (id = 1),
+        term INTEGER NOT NULL,
+        now REAL NOT NULL
+    ) STRICT;
+    INSERT INTO meta (id, term, now) VALUES (1, 0, 0.0);
+    """,
+)
+"""Number N brings a file from ``user_version`` N to N + 1. Never edited, only added to."""
+
+_SYNCHRONOUS: Final[dict[Durability, str]] = {"power-loss": "FULL", "process-crash": "NORMAL"}
+
+_REMEDIES: Final[dict[str, str]] = {
+    "SQLITE_FULL": "free space on its disk, then start the scheduler again",
+    "SQLITE_READONLY": "make the folder writable, or choose another one",
+    "SQLITE_CANTOPEN": "check that the folder exists and who owns it",
+    "SQLITE_PERM": "check who owns the file and its permissions",
+    "SQLITE_IOERR": "the disk reports errors or is full: look at the kernel's log",
+    "SQLITE_CORRUPT": "restore the folder from a backup; no row of a damaged file is trusted",
+    "SQLITE_NOTADB": "the file is something else: restore it from a backup, or move it away",
+    "SQLITE_BUSY": "another program holds the file: close it",
+    "SQLITE_LOCKED": "another program holds the file: close it",
+    "SQLITE_TOOBIG": "a row is larger than SQLite takes",
+}
+
+
+class SchedulerStore:
+    """Rows, term and clock of one scheduler folder; made by ``open``."""
+
+    def __init__(self, folder: Path, durability: Durability) -> None:
+        self.path = folder / FILE_NAME
+        self.term = 0
+        self.now = 0.0
+        self._failed: StoreError | None = None
+        self._lock = lock_folder(private_dir(folder))
+        try:
+            with self._translated("open"):
+                self._connection = sqlite3.connect(
+                    self.path,
+                    timeout=BUSY_TIMEOUT_S,
+                    isolation_level=None,  # transactions are written out below
+                    check_same_thread=False,  # used by one thread at a time, not by one thread
+                )
+        except BaseException:
+            self._lock.release()
+            raise
+        try:
+            with self._translated("open"):
+                self._prepare(durability)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def open(cls, folder: Path, durability: Durability = "power-loss") -> "SchedulerStore":
+        """Claim ``folder`` (made if need be), bring its file up to date and begin a new term.
+
+        Raises:
+            StoreError: used by another process, damaged, written by a newer farflow, or the disk
+                refused; names the file and a remedy.
+        """
+        return cls(folder, durability)
+
+    def rows(self) -> Iterator[Row]:
+        """Every row, ordered by table and key.
+
+        Raises:
+            StoreError: the file is damaged.
+        """
+        with self._translated("read"):
+            yield from self._connection.execute(
+                "SELECT table_name, key, value FROM rows ORDER BY table_name, key"
+            )
+
+    def commit(self, changes: Sequence[Change], now: float) -> None:
+        """Make ``changes`` and the core's clock durable, all or nothing.
+
+        Raises:
+            StoreError: disk full, read-only, damaged; also on every later call.
+        """
+        if self._failed is not None:
+            raise StoreError(f"{self.path}: an earlier commit failed") from self._failed
+        with self._translated("commit to"), self._transaction() as connection:
+            for table, key, value in changes:
+                if value is None:
+                    connection.execute(
+                        "DELETE FROM rows WHERE table_name = ? AND key = ?", (table, key)
+                    )
+                else:
+                    connection.execute(
+                        "INSERT INTO rows (table_name, key, value) VALUES (?, ?, ?)"
+                        " ON CONFLICT (table_name, key) DO UPDATE SET value = excluded.value",
+                        (table, key, value),
+                    )
+            connection.execute("UPDATE meta SET now = ?", (now,))
+        self.now = now
+
+    def close(self) -> None:
+        """Give up file and folder; idempotent."""
+        with contextlib.suppress(sqlite3.Error):  # everything that counts is committed
+            self._connection.close()
+        self._lock.release()
+
+    def _prepare(self, durability: Durability) -> None:
+        connection = self._connection
+        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise StoreError(
+                f"{self.path}: this file system has no write-ahead log (mode {mode});"
+                " choose a folder on a local disk"
+            )
+        # Migrations and the term are always synced: a term must never be handed out twice.
+        connection.execute("PRAGMA synchronous = FULL")
+        self._migrate()
+        with self._transaction():
+            self.term, self.now = connection.execute(
+                "UPDATE meta SET term = term + 1 RETURNING term, now"
+            ).fetchone()
+        connection.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
+
+    def _migrate(self) -> None:
+        version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        if version > len(MIGRATIONS):
+            raise StoreError(
+                f"{self.path}: written by a newer farflow (schema {version}, this one knows"
+                f" {len(MIGRATIONS)}); install that version, or choose another folder"
+            )
+        for number in range(version, len(MIGRATIONS)):
+            self._connection.executescript(
+                f"BEGIN IMMEDIATE; {MIGRATIONS[number]} PRAGMA user_version = {number + 1}; COMMIT;"
+            )
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._connection
+            self._connection.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):  # SQLite may have rolled back itself
+                self._connection.execute("ROLLBACK")
+            raise
+
+    @contextlib.contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            name = getattr(error, "sqlite_errorname", "") or ""
+            remedy = next((text for code, text in _REMEDIES.items() if name.startswith(code)), "")
+            problem = StoreError(
+                f"cannot {doing} {self.path}: {error}" + (f"; {remedy}" if remedy else "")
+            )
+            self._failed = problem
+            raise problem from error

@@ -1,0 +1,369 @@
+"""Keys: who a process is, who may connect, and who signed a manifest.
+
+What always holds: a secret is written once, with mode 0600, whole or not at all, and is not read
+from a file that others can read; a public key stands for exactly one name, role and policy; what
+an authorized folder says wrongly is skipped with a warning and never lets anybody in.
+
+One folder holds a deployment's keys (``create_keys``); a machine gets only its own files.
+
+    server.toml                 secret  the key of every hub; role scheduler
+    server.public.toml          public  what everybody who connects must know
+    NAME.toml                   secret  one per agent, trainer, service and operator
+    signing/NAME.toml           secret  Ed25519, signs the weight manifests of one policy
+    authorized/NAME.toml        public  who may connect
+    signers/NAME.toml           public  whose manifests are believed
+
+CURVE keys are 40 characters of z85 (RFC 32), Ed25519 keys 64 hexadecimal digits.
+"""
+
+import os
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import zmq
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from transport.errors import ConfigError
+from transport.ids import NAME_RULE, is_name
+from transport.messages import Role
+
+CURVE_KEY_CHARACTERS = 40
+KEY_ID_CHARACTERS = 16
+
+_OTHERS = 0o077
+_FILE_BYTES = 64 * 1024
+"""Far above any key file; what is larger is something else."""
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom a public key stands for. ``policy`` is set for trainers only."""
+
+    name: str
+    role: Role
+    policy: str | None = None
+
+
+class PublicKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of ``authorized/NAME.toml`` and ``server.public.toml``."""
+
+    name: str
+    role: Role
+    public_key: str
+    policy: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_owner(self.name, self.role, self.policy)
+        _check_curve("public_key", self.public_key)
+
+
+class KeyPair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A CURVE key pair and whose it is; content of ``NAME.toml``."""
+
+    name: str
+    role: Role
+    public_key: str
+    secret_key: str
+    policy: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_owner(self.name, self.role, self.policy)
+        _check_curve("secret_key", self.secret_key)
+        if zmq.curve_public(self.secret_key.encode("ascii")).decode() != self.public_key:
+            raise ValueError("public_key does not belong to secret_key")
+
+    def __repr__(self) -> str:
+        return f"KeyPair(name={self.name!r}, role={self.role.value!r}, {self.public_key!r})"
+
+    @classmethod
+    def generate(cls, name: str, role: Role, policy: str | None = None) -> "KeyPair":
+        """A new pair from libsodium's random bytes."""
+        public_key, secret_key = zmq.curve_keypair()
+        return cls(
+            name=name,
+            role=role,
+            public_key=public_key.decode(),
+            secret_key=secret_key.decode(),
+            policy=policy,
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> "KeyPair":
+        """Raises ``ConfigError`` naming the file and the remedy."""
+        return _load(path, cls, secret=True)
+
+    def save(self, path: Path) -> None:
+        """Write a new file with mode 0600; never replaces one."""
+        _write(path, _toml(self), mode=0o600)
+
+    @property
+    def public(self) -> PublicKey:
+        return PublicKey(
+            name=self.name, role=self.role, public_key=self.public_key, policy=self.policy
+        )
+
+
+class SignerKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The public half of a signing key; content of ``signers/NAME.toml``."""
+
+    name: str
+    policy: str
+    verify_key: str
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        _check_hex("verify_key", self.verify_key)
+
+    @property
+    def key_id(self) -> str:
+        return self.verify_key[:KEY_ID_CHARACTERS]
+
+    def verify(self, data: bytes, signature: bytes) -> bool:
+        """Whether the holder of the signing key signed exactly ``data``."""
+        try:
+            key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.verify_key))
+            key.verify(signature, data)
+        except (InvalidSignature, ValueError):
+            return False
+        return True
+
+    @classmethod
+    def load(cls, path: Path) -> "SignerKey":
+        return _load(path, cls, secret=False)
+
+
+class SigningKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An Ed25519 key that signs the manifests of ``policy``; content of ``signing/NAME.toml``."""
+
+    name: str
+    policy: str
+    verify_key: str
+    secret_key: str
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        _check_hex("secret_key", self.secret_key)
+        if _verify_key(self._private()) != self.verify_key:
+            raise ValueError("verify_key does not belong to secret_key")
+
+    def __repr__(self) -> str:
+        return f"SigningKey(name={self.name!r}, policy={self.policy!r}, {self.verify_key!r})"
+
+    @classmethod
+    def generate(cls, name: str, policy: str) -> "SigningKey":
+        private = Ed25519PrivateKey.generate()
+        return cls(
+            name=name,
+            policy=policy,
+            verify_key=_verify_key(private),
+            secret_key=private.private_bytes_raw().hex(),
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> "SigningKey":
+        return _load(path, cls, secret=True)
+
+    def save(self, path: Path) -> None:
+        _write(path, _toml(self), mode=0o600)
+
+    def sign(self, data: bytes) -> bytes:
+        """64 bytes, the same for the same data (RFC 8032)."""
+        return self._private().sign(data)
+
+    @property
+    def key_id(self) -> str:
+        return self.verify_key[:KEY_ID_CHARACTERS]
+
+    @property
+    def public(self) -> SignerKey:
+        return SignerKey(name=self.name, policy=self.policy, verify_key=self.verify_key)
+
+    def _private(self) -> Ed25519PrivateKey:
+        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.secret_key))
+
+
+class DeploymentKeys(NamedTuple):
+    """Every key of a deployment, by name; ``trainers`` and ``signers`` by policy id."""
+
+    server: KeyPair
+    services: dict[str, KeyPair]
+    operators: dict[str, KeyPair]
+    viewers: dict[str, KeyPair]
+    agents: dict[str, KeyPair]
+    trainers: dict[str, KeyPair]
+    signers: dict[str, SigningKey]
+
+
+SERVICES = ("trajectory-log", "weight-store")
+"""Names of the scheduler's own processes beside it."""
+
+
+def create_keys(
+    folder: Path,
+    *,
+    agents: Iterable[str] = (),
+    trainers: Iterable[str] = (),
+    operators: Iterable[str] = ("operator",),
+    viewers: Iterable[str] = (),
+) -> DeploymentKeys:
+    """Make what is missing of a deployment's keys in ``folder`` and return the named ones.
+
+    Keys that are there are kept, so calling again adds agents or trainers. ``trainers`` are policy
+    ids; each gets a key ``trainer-RUN-POLICY`` and a signing key of the same name.
+
+    Raises:
+        ConfigError: a bad name, a file that does not load, or one of another role or policy.
+    """
+    _make_folder(folder, 0o700)
+    for public_folder in ("authorized", "signers"):
+        _make_folder(folder / public_folder, 0o755)
+    _make_folder(folder / "signing", 0o700)
+    server = _ensure(folder, "server", Role.SCHEDULER, public_path=folder / "server.public.toml")
+    trainer_names = {policy: trainer_name(policy) for policy in trainers}
+    return DeploymentKeys(
+        server=server,
+        services={name: _ensure(folder, name, Role.SERVICE) for name in SERVICES},
+        operators={name: _ensure(folder, name, Role.OPERATOR) for name in operators},
+        viewers={name: _ensure(folder, name, Role.VIEWER) for name in viewers},
+        agents={name: _ensure(folder, name, Role.AGENT) for name in agents},
+        trainers={
+            policy: _ensure(folder, name, Role.TRAINER, policy)
+            for policy, name in trainer_names.items()
+        },
+        signers={
+            policy: _ensure_signer(folder, name, policy) for policy, name in trainer_names.items()
+        },
+    )
+
+
+def trainer_name(policy: str) -> str:
+    """The key name of a policy's trainer."""
+    return "trainer-" + policy.replace("/", "-")
+
+
+def load_public(path: Path) -> PublicKey:
+    """A public key file, as ``server.public.toml``. Raises ``ConfigError``."""
+    return load_toml(path, PublicKey)
+
+
+def load_signers(folder: Path) -> dict[str, SignerKey]:
+    """The believed signers by ``key_id``.
+
+    Raises:
+        ConfigError: a file does not load, or two have the same ``key_id``.
+    """
+    signers: dict[str, SignerKey] = {}
+    for path in sorted(folder.glob("*.toml")):
+        signer = load_toml(path, SignerKey)
+        if signer.key_id in signers:
+            raise ConfigError(f"{path}: the key of {signers[signer.key_id].name} again; remove one")
+        signers[signer.key_id] = signer
+    return signers
+
+
+def load_toml(path: Path, kind: type[S], *, secret: bool = False) -> S:
+    """A key file, checked. Unknown keys are refused, which also keeps a secret file out of the
+    authorized folder.
+
+    Raises:
+        ConfigError: naming the file, the key in it and the remedy.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; make keys with `farflow keys` or name another folder"
+        ) from error
+    if secret and mode & _OTHERS:
+        raise ConfigError(
+            f"{path}: others can read this secret (mode {mode & 0o777:04o}); "
+            f"run `chmod 600 {path}` and, if the machine is shared, replace the key"
+        )
+    if len(content) > _FILE_BYTES:
+        raise ConfigError(f"{path}: larger than {_FILE_BYTES} bytes, this is no key file")
+    try:
+        return msgspec.convert(tomllib.loads(content.decode()), kind)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _ensure(
+    folder: Path, name: str, role: Role, policy: str | None = None, public_path: Path | None = None
+) -> KeyPair:
+    path = folder / f"{name}.toml"
+    if path.exists():
+        pair = KeyPair.load(path)
+        if (pair.name, pair.role, pair.policy) != (name, role, policy):
+            raise ConfigError(
+                f"{path} is the key of {pair.role.value} {pair.name!r}, not of {role.value} "
+                f"{name!r}; choose another name or move the file away"
+            )
+    else:
+        pair = KeyPair.generate(_checked_name(name), role, policy)
+        pair.save(path)
+    public_path = public_path or folder / "authorized" / f"{name}.toml"
+    if not public_path.exists():
+        _write(public_path, _toml(pair.public), mode=0o644)
+    return pair
+
+
+def _ensure_signer(folder: Path, name: str, policy: str) -> SigningKey:
+    path = folder / "signing" / f"{name}.toml"
+    if path.exists():
+        key = SigningKey.load(path)
+        if (key.name, key.policy) != (name, policy):
+            raise ConfigError(f"{path} signs for {key.policy!r}, not for {policy!r}")
+    else:
+        key = SigningKey.generate(_checked_name(name), policy)
+        key.save(path)
+    public_path = folder / "signers" / f"{name}.toml"
+    if not public_path.exists():
+        _write(public_path, _toml(key.public), mode=0o644)
+    return key
+
+
+def _make_folder(folder: Path, mode: int) -> None:
+    try:
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}; name another folder") from error
+
+
+def _toml(key: msgspec.Struct) -> str:
+    """Values are names, policy ids, z85 and hexadecimal digits: nothing that TOML escapes."""
+    values: dict[str, Any] = msgspec.to_builtins(key)
+    return "".join(f'{name} = "{value}"\n' for name, value in values.items() if value is not None)
+
+
+def _write(path: Path, text: str, *, mode: int) -> None:
+    """The whole file under its final name, or nothing; never over another file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        try:
+            with open(descriptor, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)
+        finally:
+            temporary.unlink()
+    except FileExistsError as error:
+        raise ConfigError(f"{path} exists; move it away to make a new key") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name another folder") from error
+
+
+def _checked_name(name: str) -> str:
+    _check_name(name, error=ConfigError)
+    return name
+
+
+def _check_name(name: str, error: type[Exception] = ValueError) -> None:
+    if not is_name(name):
+        raise error(f"name {name!r} is not {NAME_RULE}")

@@ -1,0 +1,195 @@
+"""What a link is: one hub (cloud side) and many links to it (outbound from agents and trainers).
+
+What always holds, for every implementation (``tests/contract/test_links.py``):
+
+- a message arrives whole, once or not at all, in the order of sending between one link and its
+  hub; nothing is promised across a reconnect: what must arrive is acknowledged by the layers above;
+- ``send`` never waits: it takes the message or raises. The windows behind it are bounded;
+- ``recv`` gives other tasks a turn before it looks, so that a flood cannot starve the loop, and a
+  cancelled ``recv`` loses nothing. One task receives at a time;
+- a route names one connection of one peer. A reconnected peer has another route, and is answered
+  on the route that it was last heard from;
+- ``identity`` is the public key that the connection was authenticated with, given with every
+  message; "" on a link without authentication;
+- a link reconnects by itself until it is closed, also after it was refused;
+- after ``close`` both calls raise ``LinkClosed``; closing twice is harmless.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from transport.envelope import LIMITS
+from transport.errors import LocalProtocolError, SizeLimitExceeded
+from transport.messages import Plane
+
+if TYPE_CHECKING:
+    from transport.keys import KeyPair, Peer
+
+Authorise = Callable[[str], "Peer | None"]
+"""Public key -> who that is, or None to refuse. Called on the event loop: must not block."""
+
+
+class Inbound(NamedTuple):
+    """One message as a hub receives it."""
+
+    route: bytes
+    identity: str
+    frames: list[bytes]
+
+
+class LinkOptions(NamedTuple):
+    """What both ends of a plane's links agree on; ``for_plane`` gives the defaults.
+
+    ``window_messages`` bounds each direction of each connection in messages, so bulk planes have
+    a small one: 16 messages of 4 MiB are 64 MiB per peer. The interval between heartbeats of the
+    connection itself is apart from what the layers above send: it finds dead NAT entries. A frame
+    that takes longer than ``heartbeat_timeout_s`` on the wire is never delivered.
+    """
+
+    max_frame_bytes: int
+    max_frames: int
+    window_messages: int
+    max_batch: int = 256
+    linger_s: float = 1.0
+    handshake_s: float = 15.0
+    heartbeat_s: float = 10.0
+    heartbeat_timeout_s: float = 30.0
+    reconnect_s: float = 0.2
+    reconnect_max_s: float = 30.0
+
+    @classmethod
+    def for_plane(cls, plane: Plane) -> "LinkOptions":
+        limits = LIMITS[plane]
+        return cls(
+            max_frame_bytes=limits.frame_bytes,
+            max_frames=limits.frames,
+            window_messages=1000 if plane is Plane.CONTROL else 16,
+        )
+
+
+class Hub(Protocol):
+    """The listening end."""
+
+    endpoint: str
+    port: int
+
+    @property
+    def peers(self) -> int:
+        """Connections that are up now."""
+
+    @property
+    def handshake_failures(self) -> int:
+        """Connections refused or broken before they were up, since the start."""
+
+    @property
+    def last_failure(self) -> str:
+        """Why the latest of them failed, for people; "" before the first."""
+
+    def send(self, route: bytes, frames: Sequence[bytes]) -> None:
+        """Hand one message to the peer behind ``route``.
+
+        Raises:
+            PeerUnreachable: no connection of that route now.
+            WindowFull: the peer does not keep up.
+            SizeLimitExceeded, LocalProtocolError: the message breaks the link's limits.
+            LinkClosed: after ``close``.
+        """
+
+    async def recv(self) -> list[Inbound]:
+        """At least one message, at most ``max_batch``.
+
+        Raises:
+            LinkClosed: after or during ``close``.
+        """
+
+    def disconnect(self, identity: str) -> None:
+        """Close the connections of a key and drop everything it still sends on them, at once.
+        The peer may come back exactly if ``authorise`` still knows the key."""
+
+    async def close(self) -> None:
+        """Stop listening and drop all connections, after at most ``linger_s``."""
+
+
+class Link(Protocol):
+    """The connecting end."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection is up, authenticated and usable."""
+
+    @property
+    def handshake_failures(self) -> int:
+        """Attempts refused or broken before the connection was up, since the start."""
+
+    @property
+    def last_failure(self) -> str:
+        """Why the latest of them failed, for people; "" before the first."""
+
+    async def wait_connected(self) -> None:
+        """Return once ``connected`` is true.
+
+        Raises:
+            LinkClosed: after or during ``close``.
+        """
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Hand one message to the hub; raises as ``Hub.send`` does."""
+
+    async def recv(self) -> list[list[bytes]]:
+        """At least one message, at most ``max_batch``; raises as ``Hub.recv`` does."""
+
+    async def close(self) -> None:
+        """Give what was sent ``linger_s`` to leave, then drop the connection."""
+
+
+class Network(Protocol):
+    """Makes hubs and links that reach each other."""
+
+    def hub(
+        self,
+        endpoint: str,
+        options: LinkOptions,
+        *,
+        key: "KeyPair | None" = None,
+        authorise: Authorise | None = None,
+    ) -> Hub:
+        """Listen on ``endpoint``. With ``key`` and ``authorise`` every peer proves its key;
+        without both the hub is open, which is only allowed where nobody else can connect.
+
+        Raises:
+            ConfigError: the endpoint cannot be used, or would be open to others.
+        """
+
+    def link(
+        self,
+        endpoint: str,
+        options: LinkOptions,
+        *,
+        key: "KeyPair | None" = None,
+        server_key: str | None = None,
+    ) -> Link:
+        """Connect to ``endpoint`` as ``key``, to nobody but the holder of ``server_key``.
+
+        Raises:
+            ConfigError: as for ``hub``.
+        """
+
+    async def close(self) -> None:
+        """Close every hub and link, then the network."""
+
+
+def check_frames(frames: Sequence[bytes], options: LinkOptions) -> None:
+    """Refuse a message that the other end would refuse, before a part of it is on the way.
+
+    Raises:
+        LocalProtocolError: no frames, or too many.
+        SizeLimitExceeded: a frame above ``max_frame_bytes``.
+    """
+    if not 0 < len(frames) <= options.max_frames:
+        raise LocalProtocolError(f"{len(frames)} frames, 1 to {options.max_frames} are possible")
+    for index, frame in enumerate(frames):
+        size_bytes = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
+        if size_bytes > options.max_frame_bytes:
+            raise SizeLimitExceeded(
+                f"frame {index} of {size_bytes} bytes is above {options.max_frame_bytes}"
+            )
