@@ -11,7 +11,8 @@ damaged is no longer offered.
     FOLDER/POLICY/snapshots/NUMBER    signed by this store: full weights of a version, materialised
     FOLDER/POLICY/blobs/SHA256        files of both; SHA256.part is still coming in
 
-Belongs to one thread. Costs: the head's weights in memory (the first version's are mapped).
+Belongs to one thread. Costs: the head's weights in memory (the first version's are mapped), and
+on disk the deltas of the retained versions beside at most about three snapshots.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,81 +22,63 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from transport.errors import (
-    ChecksumMismatch,
-    IntegrityError,
-    ModelError,
-    RemoteProtocolError,
-    StoreError,
-    TruncatedBlob,
-)
+from transport.errors import ChecksumMismatch, IntegrityError, StoreError, TruncatedBlob
 from transport.messages import PlanStep, WeightsPlan
-from transport.weights.blobs import BlobFolder, disk_errors, write_durably
-from transport.weights.delta_file import apply_delta
-from transport.weights.digest import StateDigest, first_non_finite
-from transport.weights.folder import read_snapshot, snapshot_files, write_model_folder
+from transport.weights.blobs import BlobFolder, disk_errors
+from transport.weights.digest import first_non_finite
+from transport.weights.folder import snapshot_files, write_model_folder
 from transport.weights.manifest import (
     FileEntry,
     SignedManifest,
     SigningKey,
     VersionManifest,
-    check_manifest,
     verify,
 )
-from transport.weights.plan import Route, cheapest_route, lineage
+from transport.weights.manifest_folder import ManifestFolder, StoredManifest
+from transport.weights.plan import Route, cheapest_route, check_successor
+from transport.weights.state import WeightState, advanced, state_of_snapshot
 from transport.weights.tensors import Buffer, TensorBytes
 
 SNAPSHOT_EVERY = 16
 KEEP_VERSIONS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Weights of one version and their digest."""
-
-    version: int
-    tensors: Mapping[str, TensorBytes]
-    digests: StateDigest
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A manifest as read and as signed."""
-
-    manifest: VersionManifest
-    signed: SignedManifest
-
-
 @dataclass(slots=True)
 class _Policy:
     name: str
-    folder: Path
+    manifests: ManifestFolder
+    snapshot_manifests: ManifestFolder
     blobs: BlobFolder
-    versions: dict[int, Stored] = field(default_factory=dict)
-    snapshots: dict[int, Stored] = field(default_factory=dict)
-    bad: set[str] = field(default_factory=set)
-    head: State | None = None
+    versions: dict[int, StoredManifest] = field(default_factory=dict)  # rising numbers
+    snapshots: dict[int, StoredManifest] = field(default_factory=dict)
+    parents: dict[int, int | None] = field(default_factory=dict)
+    damaged: set[str] = field(default_factory=set)
+    head: WeightState | None = None
 
     @property
-    def parents(self) -> dict[int, int | None]:
-        return {number: stored.manifest.parent for number, stored in self.versions.items()}
+    def root(self) -> StoredManifest:
+        return self.versions[min(self.versions)]
 
-    def intact(self, entries: Collection[FileEntry]) -> bool:
-        return all(e.digest not in self.bad and self.blobs.has(e.digest) for e in entries)
+    def _size_bytes(self, entries: Collection[FileEntry]) -> int | None:
+        """Size of files that can all be served, None when one cannot or there are none."""
+        intact = all(e.digest not in self.damaged and self.blobs.has(e.digest) for e in entries)
+        return sum(entry.size_bytes for entry in entries) if entries and intact else None
 
-    def route(self, target: int, have: int | None = None) -> Route | None:
-        """Cheapest way over files that are there; looks at the lineage of ``target`` only."""
-        path = lineage(self.parents, target)
-        deltas, snapshots = {}, {}
-        for number in path:
-            delta = self.versions[number].manifest.delta
-            if delta is not None and self.intact((delta,)):
-                deltas[number] = delta.size_bytes
-            if number in self.snapshots:
-                files = self.snapshots[number].manifest.of_kind("snapshot")
-                if self.intact(files):
-                    snapshots[number] = sum(entry.size_bytes for entry in files)
-        return cheapest_route(self.parents, deltas, snapshots, have=have, target=target)
+    def route(
+        self, target: int, *, have: int | None = None, anchors: Collection[int] | None = None
+    ) -> Route | None:
+        """Cheapest way over files that can be served; ``anchors`` limits the snapshots used."""
+
+        def delta_bytes(version: int) -> int | None:
+            return self._size_bytes(self.versions[version].manifest.of_kind("delta"))
+
+        def snapshot_bytes(version: int) -> int | None:
+            stored = self.snapshots.get(version)
+            if stored is None or (anchors is not None and version not in anchors):
+                return None
+            return self._size_bytes(stored.manifest.of_kind("snapshot"))
+
+        return cheapest_route(self.parents, delta_bytes, snapshot_bytes, have=have, target=target)
 
 
 class WeightVersions:
@@ -126,9 +109,9 @@ class WeightVersions:
         """What was found damaged, for the caller to log and clear."""
         with disk_errors(f"opening {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            for path in sorted(folder.iterdir()):
-                if (path / "manifests").is_dir():
-                    self._load(self._policy(unquote(path.name)))
+            names = sorted(unquote(path.name) for path in folder.iterdir() if path.is_dir())
+        for name in names:
+            self._open(name)
 
     # ---- what is there ----------------------------------------------------------------------
 
@@ -137,17 +120,18 @@ class WeightVersions:
 
     def versions(self, policy: str) -> list[VersionManifest]:
         """Every version ever stored, by number; the tree is in their ``parent`` fields."""
-        stored = self._policy(policy).versions
-        return [stored[number].manifest for number in sorted(stored)]
+        known = self._policies.get(policy)
+        return [stored.manifest for stored in known.versions.values()] if known else []
 
     def head(self, policy: str) -> VersionManifest | None:
         """The newest version: the one with the highest number."""
-        versions = self._policy(policy).versions
-        return versions[max(versions)].manifest if versions else None
+        known = self._policies.get(policy)
+        return known.versions[max(known.versions)].manifest if known and known.versions else None
 
     def blobs(self, policy: str) -> BlobFolder:
-        """Where the files of an offered version are to be written, chunk by chunk."""
-        return self._policy(policy).blobs
+        """Where the files of an offered version are to be written, chunk by chunk. Makes the
+        policy's folder: ask only for policies that the offering peer may publish."""
+        return self._open(policy).blobs
 
     # ---- taking a version -------------------------------------------------------------------
 
@@ -160,56 +144,40 @@ class WeightVersions:
         Raises:
             AuthenticationFailed: not signed by a trusted key.
             RemoteProtocolError: number used, parent unknown, or files of the wrong kinds.
-            IntegrityError: files missing or damaged, digest not as promised, weights not finite.
-            StoreError: the disk refused; nothing was added.
+            IntegrityError: files missing or damaged, digest not as promised, weights not finite;
+                the files are forgotten, so that another try fetches them again.
+            StoreError: the disk refused, or the parent is no longer kept; nothing was added.
         """
         manifest = verify(signed, self._trusted)
-        policy = self._policy(manifest.policy)
+        policy = self._open(manifest.policy)
         known = policy.versions.get(manifest.version)
         if known is not None and known.manifest.digest == manifest.digest:
             return known.manifest
-        self._check_place(policy, manifest)
-        for entry in manifest.files:
-            data = (files or {}).get(entry.name)
-            if data is not None:
-                policy.blobs.put(entry.digest, (data,))
-            elif not policy.blobs.has(entry.digest):
-                raise TruncatedBlob(f"{entry.name} of version {manifest.version} is not there")
-        if manifest.parent is None:
-            state = self._read_snapshot(policy, manifest)
-            changed: Mapping[str, TensorBytes] = state.tensors
-        else:
-            parent = self._state(policy, manifest.parent)
-            state, changed = self._apply(policy, parent, manifest)
-        name = first_non_finite(changed)
-        if name is not None:
-            raise IntegrityError(f"version {manifest.version}: tensor {name!r} is not finite")
-        self._write(policy.folder / "manifests", manifest.version, signed)
-        self._register(policy, Stored(manifest, signed))
+        check_successor(manifest, policy.versions)
+        parent = None if manifest.parent is None else self._state(policy, manifest.parent)
+        try:
+            for entry in manifest.files:
+                if files and entry.name in files:
+                    policy.blobs.put(entry.digest, (files[entry.name],))
+                elif not policy.blobs.has(entry.digest):
+                    raise TruncatedBlob(f"{entry.name} of version {manifest.version} is missing")
+            if parent is None:
+                state = state_of_snapshot(policy.blobs, manifest)
+                changed: Mapping[str, TensorBytes] = state.tensors
+            else:
+                state, changed = advanced(parent, policy.blobs, manifest)
+            name = first_non_finite(changed)
+            if name is not None:
+                raise IntegrityError(f"version {manifest.version}: {name!r} is not finite")
+        except IntegrityError:
+            for entry in manifest.files:
+                if entry.digest not in self._files:
+                    policy.blobs.remove(entry.digest)
+            raise
+        policy.manifests.write(manifest.version, signed)
+        self._register(policy, StoredManifest(manifest, signed))
         policy.head = state
         return manifest
-
-    def _check_place(self, policy: _Policy, manifest: VersionManifest) -> None:
-        where = f"version {manifest.version} of {policy.name}"
-        if policy.versions and manifest.version <= max(policy.versions):
-            raise RemoteProtocolError(
-                f"{where}: the number is used; the next one is {max(policy.versions) + 1}"
-            )
-        kinds = {entry.kind for entry in manifest.files}
-        if manifest.parent is None:
-            if policy.versions:
-                raise RemoteProtocolError(f"{where} has no parent, but versions exist")
-            if "snapshot" not in kinds or "delta" in kinds:
-                raise RemoteProtocolError(f"{where} needs a snapshot and no delta")
-            return
-        parent = policy.versions.get(manifest.parent)
-        if parent is None or parent.manifest.digest != manifest.base_digest:
-            raise RemoteProtocolError(f"{where}: parent {manifest.parent} is unknown or another")
-        before = parent.manifest
-        if (before.run, before.fingerprint) != (manifest.run, manifest.fingerprint):
-            raise RemoteProtocolError(f"{where} is of another run or model than its parent")
-        if kinds != {"delta"}:
-            raise RemoteProtocolError(f"{where} needs one delta and nothing else")
 
     # ---- giving versions --------------------------------------------------------------------
 
@@ -221,43 +189,36 @@ class WeightVersions:
         upto: int | None = None,
     ) -> WeightsPlan | None:
         """The cheapest way from what an agent has to the newest version, or to version ``upto``
-        when that exists. None when there is nothing to send.
+        where that exists. None when there is nothing to send.
 
         Raises:
-            StoreError: that version is no longer kept, or its files are damaged.
+            StoreError: that version never existed, is no longer kept, or is damaged.
         """
-        p = self._policy(policy)
-        if not p.versions:
+        p = self._policies.get(policy)
+        if p is None or not p.versions:
             return None
         head = max(p.versions)
-        target = upto if upto in p.versions else head
-        if upto is not None and upto < head and upto not in p.versions:
-            raise StoreError(f"version {upto} of {policy} never existed")
-        held = p.versions.get(-1 if have_version is None else have_version)
+        target = head if upto is None or upto > head else upto
+        held = None if have_version is None else p.versions.get(have_version)
         have = have_version if held and held.manifest.digest == have_digest else None
         if have == target:
             return None
-        route = p.route(target, have)
-        if route is None and target == head and p.head is not None:
+        route = p.route(target, have=have)
+        if route is None and target == head and p.head is not None and p.head.version == head:
             self._materialise(p, p.head)
-            route = p.route(target, have)
+            route = p.route(target, have=have)
         if route is None:
-            raise StoreError(f"version {target} of {policy} is no longer kept or is damaged")
+            raise StoreError(f"version {target} of {policy} is unknown, not kept or damaged")
         steps: list[PlanStep] = []
         if route.from_snapshot:
-            root = p.versions[lineage(p.parents, target)[0]]
             start = p.snapshots[route.start]
-            artefacts = root.manifest.of_kind("artefact")
-            shards = start.manifest.of_kind("snapshot")
-            if start is root:
-                steps.append(_step(root, (*artefacts, *shards)))
-            else:
-                if artefacts:
-                    steps.append(_step(root, artefacts))
-                steps.append(_step(start, shards))
-        for number in route.deltas:
-            stored = p.versions[number]
-            steps.append(_step(stored, stored.manifest.of_kind("delta")))
+            artefacts = p.root.manifest.of_kind("artefact")
+            if start is not p.root and artefacts:
+                steps.append(p.root.step(artefacts))
+            own = artefacts if start is p.root else ()
+            steps.append(start.step((*own, *start.manifest.of_kind("snapshot"))))
+        chain = (p.versions[number] for number in route.deltas)
+        steps.extend(stored.step(stored.manifest.of_kind("delta")) for stored in chain)
         return WeightsPlan(policy=policy, version=target, steps=tuple(steps))
 
     def read_chunk(self, digest: str, index: int) -> bytes | None:
@@ -272,7 +233,7 @@ class WeightVersions:
         except TruncatedBlob:
             return None
         except (ChecksumMismatch, StoreError) as error:
-            self._mark_bad(policy, (entry,), error)
+            self._mark_damaged(policy, (entry,), error)
             return None
 
     def reconstruct(self, policy: str, version: int) -> dict[str, TensorBytes]:
@@ -281,18 +242,18 @@ class WeightVersions:
         Raises:
             StoreError: no such version, no longer kept, or damaged.
         """
-        return dict(self._state(self._policy(policy), version).tensors)
+        return dict(self._state(self._known(policy), version).tensors)
 
     def export(self, policy: str, version: int, folder: Path) -> None:
-        """Write a version as a Hugging Face model folder, in one step.
+        """Write a version as a new Hugging Face model folder, in one step.
 
         Raises:
-            StoreError: no such version, the folder exists, or the disk refused.
+            StoreError: as ``reconstruct``; the folder exists; the disk refused.
         """
-        p = self._policy(policy)
+        p = self._known(policy)
         state = self._state(p, version)
-        root = p.versions[lineage(p.parents, version)[0]].manifest
-        artefacts = {e.name: p.blobs.data(e.digest) for e in root.of_kind("artefact")}
+        entries = p.root.manifest.of_kind("artefact")
+        artefacts = {entry.name: p.blobs.data(entry.digest) for entry in entries}
         write_model_folder(folder, state.tensors, artefacts)
 
     # ---- upkeep -----------------------------------------------------------------------------
@@ -310,9 +271,7 @@ class WeightVersions:
         Raises:
             StoreError: the disk refused; nothing is lost, call again.
         """
-        p = self._policy(policy)
-        if not p.versions:
-            return 0
+        p = self._known(policy)
         numbers = sorted(p.versions)
         route = p.route(numbers[-1])
         if route is None or len(route.deltas) >= self._snapshot_every:
@@ -320,129 +279,100 @@ class WeightVersions:
         kept = numbers[-self._keep_versions :]
         if min_acked is not None:
             kept = [number for number in numbers if number >= min(min_acked, kept[0])]
-        keep = set(uploading)
-        root = p.versions[numbers[0]].manifest
-        keep.update(entry.digest for entry in root.files)
-        snapshots = {numbers[0]}
-        for number in kept:
-            route = p.route(number)
-            needed = {number, *(route.deltas if route else ())}
-            for version in needed:
-                keep.update(e.digest for e in p.versions[version].manifest.of_kind("delta"))
+        # Snapshots: the first, the newest and one before the oldest that is retained. Those in
+        # between would only save joiners a few deltas and cost a whole model each.
+        anchors = {numbers[0]}
+        needed: set[int] = set()
+        for number in (kept[-1], *kept):
+            route = p.route(number, anchors=anchors if needed else None) or p.route(number)
+            needed.add(number)
             if route is not None:
-                snapshots.add(route.start)
-                files = p.snapshots[route.start].manifest.of_kind("snapshot")
-                keep.update(entry.digest for entry in files)
-        for number in sorted(p.snapshots.keys() - snapshots):
-            with disk_errors(f"removing snapshot {number} of {policy}"):
-                (p.folder / "snapshots" / f"{number:08d}").unlink(missing_ok=True)
-            del p.snapshots[number]
+                anchors.add(route.start)
+                needed.update(route.deltas)
+        keep = {*uploading, *(entry.digest for entry in p.root.manifest.files)}
+        for number in needed:
+            keep.update(e.digest for e in p.versions[number].manifest.of_kind("delta"))
+        for number in sorted(p.snapshots):
+            if number in anchors:
+                keep.update(e.digest for e in p.snapshots[number].manifest.of_kind("snapshot"))
+            else:
+                p.snapshot_manifests.remove(number)
+                del p.snapshots[number]
         for digest in [d for d, (owner, _) in self._files.items() if owner is p and d not in keep]:
             del self._files[digest]
         return p.blobs.sweep(keep)
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _policy(self, name: str) -> _Policy:
+    def _known(self, name: str) -> _Policy:
+        policy = self._policies.get(name)
+        if policy is None or not policy.versions:
+            raise StoreError(f"no version of {name} is stored; known: {self.policies()}")
+        return policy
+
+    def _open(self, name: str) -> _Policy:
         if name not in self._policies:
             folder = self._folder / quote(name, safe="").replace(".", "%2E")
-            with disk_errors(f"opening {folder}"):
-                for part in ("manifests", "snapshots"):
-                    (folder / part).mkdir(parents=True, exist_ok=True)
-            self._policies[name] = _Policy(name, folder, BlobFolder(folder / "blobs"))
+            policy = self._policies[name] = _Policy(
+                name,
+                ManifestFolder(folder / "manifests"),
+                ManifestFolder(folder / "snapshots"),
+                BlobFolder(folder / "blobs"),
+            )
+            for source in (policy.manifests, policy.snapshot_manifests):
+                found, problems = source.load()
+                self.warnings.extend(problems)
+                for stored in found:
+                    self._register(policy, stored, snapshot=source is policy.snapshot_manifests)
         return self._policies[name]
 
-    def _load(self, policy: _Policy) -> None:
-        for part in ("manifests", "snapshots"):
-            for path in sorted((policy.folder / part).iterdir()):
-                if not path.name.isdigit():
-                    path.unlink()  # torn write
-                    continue
-                try:
-                    signed = msgspec.msgpack.decode(path.read_bytes(), type=SignedManifest)
-                    manifest = msgspec.msgpack.decode(signed.manifest, type=VersionManifest)
-                    check_manifest(manifest)
-                except (msgspec.DecodeError, IntegrityError, RemoteProtocolError) as error:
-                    self.warnings.append(f"{path}: {error}")
-                    continue
-                self._register(policy, Stored(manifest, signed), snapshot=part == "snapshots")
-
-    def _register(self, policy: _Policy, stored: Stored, *, snapshot: bool = False) -> None:
+    def _register(self, policy: _Policy, stored: StoredManifest, *, snapshot: bool = False) -> None:
         number = stored.manifest.version
         if not snapshot:
             policy.versions[number] = stored
+            policy.parents[number] = stored.manifest.parent
         if snapshot or stored.manifest.parent is None:
             policy.snapshots[number] = stored
         for entry in stored.manifest.files:
-            policy.bad.discard(entry.digest)
+            policy.damaged.discard(entry.digest)
             self._files[entry.digest] = (policy, entry)
 
-    def _write(self, folder: Path, number: int, signed: SignedManifest) -> None:
-        write_durably(folder / f"{number:08d}", (msgspec.msgpack.encode(signed),))
+    def _mark_damaged(
+        self, policy: _Policy, entries: Collection[FileEntry], error: Exception
+    ) -> None:
+        policy.damaged.update(entry.digest for entry in entries)
+        self.warnings.append(f"{policy.name}: a file is no longer served: {error}")
 
-    def _mark_bad(self, policy: _Policy, entries: Collection[FileEntry], error: Exception) -> None:
-        policy.bad.update(entry.digest for entry in entries)
-        self.warnings.append(f"{policy.name}: no longer served: {error}")
-
-    def _state(self, policy: _Policy, version: int) -> State:
+    def _state(self, policy: _Policy, version: int) -> WeightState:
         """Weights of a version over whatever files are intact; damaged ones are marked."""
         held = policy.head
-        while version in policy.versions:
-            if held is not None and held.version == version:
-                return held
-            route = policy.route(version, None if held is None else held.version)
-            if route is None:
-                break
+        if held is not None and held.version == version:
+            return held
+        have = None if held is None else held.version
+        while (route := policy.route(version, have=have)) is not None:
+            at = policy.snapshots.get(route.start, policy.versions[route.start]).manifest
             try:
-                at = policy.snapshots[route.start].manifest if route.from_snapshot else None
-                state = held if at is None else self._read_snapshot(policy, at)
-                for number in route.deltas:
-                    at = policy.versions[number].manifest
-                    assert state is not None  # noqa: S101  (a route starts at one of the two)
-                    state, _ = self._apply(policy, state, at)
-            except (IntegrityError, ModelError, StoreError) as error:
-                # Each turn marks a file that the next route avoids, so this ends.
-                assert at is not None  # noqa: S101
-                self._mark_bad(policy, at.files, error)
+                state = held
+                if state is None or route.from_snapshot:
+                    state = state_of_snapshot(policy.blobs, at)
+                for at in (policy.versions[number].manifest for number in route.deltas):
+                    state, _ = advanced(state, policy.blobs, at)
+            except (IntegrityError, StoreError) as error:
+                # Each turn marks files that the next route avoids, so this ends.
+                self._mark_damaged(policy, at.files, error)
                 continue
-            assert state is not None  # noqa: S101
             if version == max(policy.versions):
                 policy.head = state
             return state
         raise StoreError(f"version {version} of {policy.name} is unknown, not kept or damaged")
 
-    def _read_snapshot(self, policy: _Policy, manifest: VersionManifest) -> State:
-        files = {e.name: policy.blobs.data(e.digest) for e in manifest.of_kind("snapshot")}
-        tensors, digests = read_snapshot(files, manifest)
-        return State(manifest.version, tensors, digests)
-
-    def _apply(
-        self, policy: _Policy, parent: State, manifest: VersionManifest
-    ) -> tuple[State, dict[str, TensorBytes]]:
-        delta = manifest.delta
-        if delta is None:
-            raise IntegrityError(f"version {manifest.version} of {policy.name} has no delta")
-        data = policy.blobs.data(delta.digest)
-        changed, digests = apply_delta(parent.tensors, data, manifest, digests=parent.digests)
-        return State(manifest.version, {**parent.tensors, **changed}, digests), changed
-
-    def _materialise(self, policy: _Policy, state: State) -> None:
-        version = policy.versions[state.version].manifest
+    def _materialise(self, policy: _Policy, state: WeightState) -> None:
         entries = tuple(
             policy.blobs.store(name, "snapshot", parts)
             for name, parts in snapshot_files(state.tensors).items()
         )
+        version = policy.versions[state.version].manifest
         manifest = msgspec.structs.replace(version, files=entries)
         signed = self._signer.sign(manifest)
-        self._write(policy.folder / "snapshots", state.version, signed)
-        self._register(policy, Stored(manifest, signed), snapshot=True)
-
-
-def _step(stored: Stored, files: Collection[FileEntry]) -> PlanStep:
-    signed = stored.signed
-    return PlanStep(
-        manifest=signed.manifest,
-        signature=signed.signature,
-        key_id=signed.key_id,
-        files=tuple(entry.name for entry in files),
-    )
+        policy.snapshot_manifests.write(state.version, signed)
+        self._register(policy, StoredManifest(manifest, signed), snapshot=True)

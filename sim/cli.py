@@ -13,7 +13,7 @@ command; commands are JSON lines on standard input or on ``--control``::
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,12 +21,14 @@ import click
 import msgspec
 
 from transport.errors import ConfigError
+from transport.runtime.origin import EXIT_CONFIG
 
 if TYPE_CHECKING:
+    import random
+
     from sim.link_profile import LinkProfile
     from sim.link_proxy import LinkProxy
 
-EXIT_CONFIG: Final = 78
 MAX_COMMAND_BYTES: Final = 64 * 1024
 
 Address = tuple[str, int]
@@ -115,9 +117,10 @@ def run_command(
         asyncio.run(
             _run_link(
                 find_profile(profile_name, path),
-                {name: address for name, address in map(parse_target, targets)},
-                {name: address for name, address in map(parse_target, listens)},
+                parse_targets(targets),
+                parse_targets(listens),
                 random.Random(seed),  # noqa: S311 - jitter, no secret
+                path,
                 control,
                 stop_on_eof,
             )
@@ -134,6 +137,16 @@ def parse_target(text: str) -> tuple[str, Address]:
     if int(port) > 65_535:
         raise ConfigError(f"{text!r}: there is no port {port}")
     return name, (host, int(port))
+
+
+def parse_targets(texts: Iterable[str]) -> dict[str, Address]:
+    """Addresses by name; raises ``ConfigError`` also for a name that is given twice."""
+    addresses: dict[str, Address] = {}
+    for name, address in map(parse_target, texts):
+        if name in addresses:
+            raise ConfigError(f"{name!r} is given twice; each name has one address")
+        addresses[name] = address
+    return addresses
 
 
 class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,7 +212,8 @@ async def _run_link(
     profile: "LinkProfile",
     targets: dict[str, Address],
     listen: dict[str, Address],
-    rng: Any,
+    rng: "random.Random",
+    profiles_path: Path | None,
     control: str | None,
     stop_on_eof: bool,
 ) -> None:
@@ -213,7 +227,8 @@ async def _run_link(
             {"error": f"a command has {MAX_COMMAND_BYTES} bytes at most"}
         )
         lines = CommandLines(
-            lambda line: reply(execute(proxy, line) + b"\n"), lambda: reply(too_long + b"\n")
+            lambda line: reply(execute(proxy, line, profiles_path) + b"\n"),
+            lambda: reply(too_long + b"\n"),
         )
         return lines.feed
 
@@ -239,9 +254,9 @@ async def _run_link(
         finally:
             if control_server is not None:
                 control_server.close()
+                if control is not None and not control.isdigit():
+                    Path(control).unlink(missing_ok=True)  # noqa: ASYNC240 - one name, at the end
             await proxy.close()
-            if control is not None and not control.isdigit():
-                Path(control).unlink(missing_ok=True)  # noqa: ASYNC240 - one name, at the end
 
 
 async def _serve_control(

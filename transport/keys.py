@@ -17,6 +17,7 @@ CURVE keys are 40 characters of z85 (RFC 32), Ed25519 keys 64 hexadecimal digits
 """
 
 import os
+import struct
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +27,7 @@ import msgspec
 import zmq
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from zmq.utils import z85
 
 from transport.errors import ConfigError
 from transport.ids import NAME_RULE, is_name
@@ -33,10 +35,16 @@ from transport.messages import Role
 
 CURVE_KEY_CHARACTERS = 40
 KEY_ID_CHARACTERS = 16
+KEY_BYTES = 32
+
+SERVICES = ("trajectory-log", "weight-store")
+"""Names of the scheduler's own processes beside it."""
 
 _OTHERS = 0o077
 _FILE_BYTES = 64 * 1024
 """Far above any key file; what is larger is something else."""
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +101,7 @@ class KeyPair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @classmethod
     def load(cls, path: Path) -> "KeyPair":
         """Raises ``ConfigError`` naming the file and the remedy."""
-        return _load(path, cls, secret=True)
+        return load_toml(path, cls, secret=True)
 
     def save(self, path: Path) -> None:
         """Write a new file with mode 0600; never replaces one."""
@@ -115,6 +123,7 @@ class SignerKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         _check_name(self.name)
+        _check_policy(self.policy)
         _check_hex("verify_key", self.verify_key)
 
     @property
@@ -130,10 +139,6 @@ class SignerKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return False
         return True
 
-    @classmethod
-    def load(cls, path: Path) -> "SignerKey":
-        return _load(path, cls, secret=False)
-
 
 class SigningKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An Ed25519 key that signs the manifests of ``policy``; content of ``signing/NAME.toml``."""
@@ -145,6 +150,7 @@ class SigningKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         _check_name(self.name)
+        _check_policy(self.policy)
         _check_hex("secret_key", self.secret_key)
         if _verify_key(self._private()) != self.verify_key:
             raise ValueError("verify_key does not belong to secret_key")
@@ -164,7 +170,7 @@ class SigningKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def load(cls, path: Path) -> "SigningKey":
-        return _load(path, cls, secret=True)
+        return load_toml(path, cls, secret=True)
 
     def save(self, path: Path) -> None:
         _write(path, _toml(self), mode=0o600)
@@ -172,10 +178,6 @@ class SigningKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def sign(self, data: bytes) -> bytes:
         """64 bytes, the same for the same data (RFC 8032)."""
         return self._private().sign(data)
-
-    @property
-    def key_id(self) -> str:
-        return self.verify_key[:KEY_ID_CHARACTERS]
 
     @property
     def public(self) -> SignerKey:
@@ -195,10 +197,6 @@ class DeploymentKeys(NamedTuple):
     agents: dict[str, KeyPair]
     trainers: dict[str, KeyPair]
     signers: dict[str, SigningKey]
-
-
-SERVICES = ("trajectory-log", "weight-store")
-"""Names of the scheduler's own processes beside it."""
 
 
 def create_keys(
@@ -242,11 +240,6 @@ def create_keys(
 def trainer_name(policy: str) -> str:
     """The key name of a policy's trainer."""
     return "trainer-" + policy.replace("/", "-")
-
-
-def load_public(path: Path) -> PublicKey:
-    """A public key file, as ``server.public.toml``. Raises ``ConfigError``."""
-    return load_toml(path, PublicKey)
 
 
 def load_signers(folder: Path) -> dict[str, SignerKey]:
@@ -304,7 +297,10 @@ def _ensure(
                 f"{name!r}; choose another name or move the file away"
             )
     else:
-        pair = KeyPair.generate(_checked_name(name), role, policy)
+        try:
+            pair = KeyPair.generate(name, role, policy)
+        except ValueError as error:
+            raise ConfigError(f"no key for {role.value} {name!r}: {error}") from error
         pair.save(path)
     public_path = public_path or folder / "authorized" / f"{name}.toml"
     if not public_path.exists():
@@ -319,7 +315,7 @@ def _ensure_signer(folder: Path, name: str, policy: str) -> SigningKey:
         if (key.name, key.policy) != (name, policy):
             raise ConfigError(f"{path} signs for {key.policy!r}, not for {policy!r}")
     else:
-        key = SigningKey.generate(_checked_name(name), policy)
+        key = SigningKey.generate(name, policy)
         key.save(path)
     public_path = folder / "signers" / f"{name}.toml"
     if not public_path.exists():
@@ -344,6 +340,7 @@ def _write(path: Path, text: str, *, mode: int) -> None:
     """The whole file under its final name, or nothing; never over another file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        temporary.unlink(missing_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             with open(descriptor, "w") as file:
@@ -359,11 +356,42 @@ def _write(path: Path, text: str, *, mode: int) -> None:
         raise ConfigError(f"{path}: {error.strerror}; name another folder") from error
 
 
-def _checked_name(name: str) -> str:
-    _check_name(name, error=ConfigError)
-    return name
-
-
-def _check_name(name: str, error: type[Exception] = ValueError) -> None:
+def _check_name(name: str) -> None:
     if not is_name(name):
-        raise error(f"name {name!r} is not {NAME_RULE}")
+        raise ValueError(f"name {name!r} is not {NAME_RULE}")
+
+
+def _check_policy(policy: str) -> None:
+    parts = policy.split("/")
+    if len(parts) != 2 or not all(is_name(part) for part in parts):
+        raise ValueError(f"policy {policy!r} is not RUN/NAME")
+
+
+def _check_owner(name: str, role: Role, policy: str | None) -> None:
+    _check_name(name)
+    if (role is Role.TRAINER) != (policy is not None):
+        raise ValueError("policy is set for the role trainer and for no other")
+    if policy is not None:
+        _check_policy(policy)
+
+
+def _check_curve(field: str, key: str) -> None:
+    try:
+        valid = len(key) == CURVE_KEY_CHARACTERS and len(z85.decode(key)) == KEY_BYTES
+    except (ValueError, KeyError, struct.error):
+        valid = False
+    if not valid:
+        raise ValueError(f"{field} is not {CURVE_KEY_CHARACTERS} characters of z85")
+
+
+def _check_hex(field: str, key: str) -> None:
+    try:
+        valid = len(bytes.fromhex(key)) == KEY_BYTES and key == key.lower()
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"{field} is not {2 * KEY_BYTES} lower-case hexadecimal digits")
+
+
+def _verify_key(private: Ed25519PrivateKey) -> str:
+    return private.public_key().public_bytes_raw().hex()

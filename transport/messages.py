@@ -82,7 +82,7 @@ class TrainerInventory(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_version: int
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """First message on the control plane. ``incarnation`` grows with every start of the peer."""
 
     role: Role
@@ -94,7 +94,7 @@ class Hello(Message):
     trainer: TrainerInventory | None = None
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     """Answer to ``Hello``. ``policies`` are the policy ids that an agent is to host;
     a trainer gets its run, the highest version number ever published and whether to go on."""
 
@@ -108,7 +108,7 @@ class Welcome(Message):
     stopping: bool = False
 
 
-class Refuse(Message):
+class Refuse(Message, frozen=True, kw_only=True):
     """The peer may not join (now, when ``retry_s`` is set)."""
 
     code: str
@@ -116,23 +116,23 @@ class Refuse(Message):
     retry_s: float | None = None
 
 
-class HelloRequired(Message):
+class HelloRequired(Message, frozen=True, kw_only=True):
     """We do not know who this is (we restarted): say ``Hello`` again."""
 
 
-class Ping(Message):
+class Ping(Message, frozen=True, kw_only=True):
     """Sign of life of a trainer or service; ``sent_s`` is the sender's monotonic clock."""
 
     sequence: int
     sent_s: float
 
 
-class Pong(Message):
+class Pong(Message, frozen=True, kw_only=True):
     sequence: int
     sent_s: float
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True, kw_only=True):
     """The peer leaves on purpose."""
 
     reason: str
@@ -141,7 +141,7 @@ class Goodbye(Message):
 # ---- control: agents -------------------------------------------------------------------------
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """Sign of life of an agent; renews the lease of every attempt in ``held``. ``rtt_s`` is the
     agent's smoothed round trip as measured from earlier replies."""
 
@@ -159,7 +159,7 @@ class Heartbeat(Message):
     draining: bool = False
 
 
-class HeartbeatReply(Message):
+class HeartbeatReply(Message, frozen=True, kw_only=True):
     """Echo of ``sequence`` and ``sent_s``. ``unknown`` are held attempts that the scheduler wants
     no more: the agent aborts them and drops their spool."""
 
@@ -168,7 +168,7 @@ class HeartbeatReply(Message):
     unknown: tuple[str, ...] = ()
 
 
-class HostedPolicies(Message):
+class HostedPolicies(Message, frozen=True, kw_only=True):
     """The policies an agent is to host from now on."""
 
     policies: tuple[str, ...]
@@ -190,7 +190,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     dataset: str = ""
 
 
-class LeaseOffer(Message):
+class LeaseOffer(Message, frozen=True, kw_only=True):
     """One attempt of a job. Training jobs hold one item and ``group_size`` siblings, evaluations
     several items with one sequence each. ``pinned`` policies must be used at exactly that version,
     ``at_least`` at that or a descendant."""
@@ -212,7 +212,7 @@ class LeaseOffer(Message):
     pinned: dict[str, int] = {}
 
 
-class LeaseReply(Message):
+class LeaseReply(Message, frozen=True, kw_only=True):
     """``accepted`` false gives the reason (``draining``, ``full``, ``spool_full``,
     ``workflow_unknown``, ``version_passed`` ...)."""
 
@@ -222,7 +222,7 @@ class LeaseReply(Message):
     reason: str = ""
 
 
-class LeaseRevoke(Message):
+class LeaseRevoke(Message, frozen=True, kw_only=True):
     """Stop this attempt and forget it."""
 
     attempt: str
@@ -230,7 +230,7 @@ class LeaseRevoke(Message):
     reason: str
 
 
-class AttemptFailed(Message):
+class AttemptFailed(Message, frozen=True, kw_only=True):
     """The attempt is over without a result; ``code`` is stable, ``detail`` is for people."""
 
     attempt: str
@@ -239,7 +239,7 @@ class AttemptFailed(Message):
     detail: str = ""
 
 
-class VersionServing(Message):
+class VersionServing(Message, frozen=True, kw_only=True):
     """The agent now generates with this version: how it got there, for the estimators."""
 
     policy: str
@@ -253,7 +253,7 @@ class VersionServing(Message):
 # ---- control: trainers -----------------------------------------------------------------------
 
 
-class BatchRequest(Message):
+class BatchRequest(Message, frozen=True, kw_only=True):
     """The trainer wants ``groups`` groups for ``step``; it now holds ``head_version`` of step
     ``step - 1``. Standing until granted; asking again is harmless."""
 
@@ -272,7 +272,7 @@ class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
     policy_lag: int
 
 
-class BatchGrant(Message):
+class BatchGrant(Message, frozen=True, kw_only=True):
     """The groups of ``step``. Asking again for the same step gives the same groups."""
 
     policy: str
@@ -280,7 +280,7 @@ class BatchGrant(Message):
     groups: tuple[GroupRef, ...]
 
 
-class GroupUnusable(Message):
+class GroupUnusable(Message, frozen=True, kw_only=True):
     """A granted group cannot be trained on (body missing, or other than its summary); the
     scheduler grants the step again without it."""
 
@@ -290,7 +290,7 @@ class GroupUnusable(Message):
     code: str
 
 
-class StepReport(Message):
+class StepReport(Message, frozen=True, kw_only=True):
     """A step is done. ``version`` is the number under which its weights are being published;
     busy and waiting time are apart so that the scheduler can tell starvation from slowness."""
 
@@ -302,7 +302,7 @@ class StepReport(Message):
     metrics: dict[str, float] = {}
 
 
-class CheckpointReport(Message):
+class CheckpointReport(Message, frozen=True, kw_only=True):
     """State of ``step`` is durable: groups taken up to it are never asked for again. ``final``
     says that the trainer has made its last step and exported the model."""
 
@@ -312,7 +312,7 @@ class CheckpointReport(Message):
     final: bool = False
 
 
-class RunState(Message):
+class RunState(Message, frozen=True, kw_only=True):
     """Told to trainers when a run is paused, resumed or stopped."""
 
     run: str
@@ -341,29 +341,29 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = ""
 
 
-class TrajectoriesStored(Message):
+class TrajectoriesStored(Message, frozen=True, kw_only=True):
     """Durable bodies, announced until the scheduler has accepted each digest."""
 
     summaries: tuple[GroupSummary, ...]
 
 
-class SummariesAccepted(Message):
+class SummariesAccepted(Message, frozen=True, kw_only=True):
     """The scheduler has these summaries in its own store."""
 
     digests: tuple[str, ...]
 
 
-class BodiesReleased(Message):
+class BodiesReleased(Message, frozen=True, kw_only=True):
     """No policy needs these bodies any more. Repeated until ``BodiesGone``."""
 
     digests: tuple[str, ...]
 
 
-class BodiesGone(Message):
+class BodiesGone(Message, frozen=True, kw_only=True):
     digests: tuple[str, ...]
 
 
-class VersionStored(Message):
+class VersionStored(Message, frozen=True, kw_only=True):
     """A version is durable in the weight store; announced until ``VersionAccepted``."""
 
     policy: str
@@ -375,7 +375,7 @@ class VersionStored(Message):
     full_bytes: int
 
 
-class VersionAccepted(Message):
+class VersionAccepted(Message, frozen=True, kw_only=True):
     policy: str
     version: int
 
@@ -383,48 +383,48 @@ class VersionAccepted(Message):
 # ---- control: operators ----------------------------------------------------------------------
 
 
-class RunSubmit(Message):
+class RunSubmit(Message, frozen=True, kw_only=True):
     """Submitting the same run again is harmless; another one under the same name is refused."""
 
     run: RunSpec
 
 
-class RunCommand(Message):
+class RunCommand(Message, frozen=True, kw_only=True):
     run: str
     command: Literal["pause", "resume", "stop"]
 
 
-class CommandReply(Message):
+class CommandReply(Message, frozen=True, kw_only=True):
     ok: bool
     code: str = ""
     message: str = ""
 
 
-class StatusRequest(Message):
+class StatusRequest(Message, frozen=True, kw_only=True):
     pass
 
 
-class StatusReply(Message):
+class StatusReply(Message, frozen=True, kw_only=True):
     status: SchedulerStatus
 
 
 # ---- trajectories plane ----------------------------------------------------------------------
 
 
-class TrajectoryPut(Message):
+class TrajectoryPut(Message, frozen=True, kw_only=True):
     """Payload: one frame, the packed trajectory whose digest is in the summary."""
 
     summary: GroupSummary
 
 
-class TrajectoryAck(Message):
+class TrajectoryAck(Message, frozen=True, kw_only=True):
     """The body is durable; the agent may forget it."""
 
     attempt: str
     digest: str
 
 
-class TrajectoryRefused(Message):
+class TrajectoryRefused(Message, frozen=True, kw_only=True):
     """The body will never be taken; the agent drops it and fails the attempt with ``code``."""
 
     attempt: str
@@ -433,11 +433,11 @@ class TrajectoryRefused(Message):
     message: str
 
 
-class BodyRequest(Message):
+class BodyRequest(Message, frozen=True, kw_only=True):
     digests: tuple[str, ...]
 
 
-class Body(Message):
+class Body(Message, frozen=True, kw_only=True):
     """Payload: one frame, or none when ``found`` is false."""
 
     digest: str
@@ -447,7 +447,7 @@ class Body(Message):
 # ---- weights plane ---------------------------------------------------------------------------
 
 
-class VersionOffer(Message):
+class VersionOffer(Message, frozen=True, kw_only=True):
     """A trainer has a new version; ``manifest`` is signed MessagePack (``transport.weights``).
     The store asks for the chunks that it lacks. Offered again until durable or refused."""
 
@@ -456,19 +456,19 @@ class VersionOffer(Message):
     key_id: str
 
 
-class VersionDurable(Message):
+class VersionDurable(Message, frozen=True, kw_only=True):
     policy: str
     version: int
 
 
-class VersionRejected(Message):
+class VersionRejected(Message, frozen=True, kw_only=True):
     policy: str
     version: int
     code: str
     message: str
 
 
-class WeightsRequest(Message):
+class WeightsRequest(Message, frozen=True, kw_only=True):
     """Standing request: send a plan as soon as there is anything beyond what the agent has.
     ``upto`` bounds the version (pinned work); None means the newest."""
 
@@ -487,7 +487,7 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[str, ...]
 
 
-class WeightsPlan(Message):
+class WeightsPlan(Message, frozen=True, kw_only=True):
     """The cheapest way from what the agent has to ``version``."""
 
     policy: str
@@ -495,14 +495,14 @@ class WeightsPlan(Message):
     steps: tuple[PlanStep, ...]
 
 
-class ChunkRequest(Message):
+class ChunkRequest(Message, frozen=True, kw_only=True):
     """Chunks of a hash-addressed file; asked for by whoever receives the file."""
 
     digest: str
     indices: tuple[int, ...]
 
 
-class Chunk(Message):
+class Chunk(Message, frozen=True, kw_only=True):
     """Payload: one frame with the chunk's bytes, or none when ``found`` is false."""
 
     digest: str

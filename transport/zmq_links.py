@@ -12,29 +12,23 @@ message, which is dropped.
 """
 
 import asyncio
+import errno
 import os
 import socket as sockets
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import zmq
 
-from transport.errors import (
-    ConfigError,
-    LinkClosed,
-    LocalProtocolError,
-    PeerUnreachable,
-    WindowFull,
-)
-from transport.keys import KeyPair
-from transport.links import Authorise, Inbound, LinkOptions, check_frames
+from transport.errors import ConfigError, LinkClosed, PeerUnreachable, WindowFull
+from transport.keys import KeyPair, Peer
+from transport.links import Authorise, Inbound, LinkOptions
 from transport.zap import ZapHandler
 from transport.zmq_socket import (
     BACKLOG,
     HANDSHAKE_FAILURES,
     MAX_SOCKETS,
-    Monitor,
-    Readiness,
+    End,
     ZmqContext,
     ZmqSocket,
     apply_options,
@@ -49,110 +43,6 @@ CLOSE_TIMEOUT_S = 1.0
 AUTO_ROUTE_BYTES = 5
 """Routes that libzmq makes are a zero byte and a counter; peers' own names are anything else."""
 
-_MORE = zmq.SNDMORE | zmq.NOBLOCK
-
-T = TypeVar("T")
-
-
-class _End(Generic[T]):
-    """What both ends share: draining one socket for one receiver, and counting failures."""
-
-    def __init__(
-        self, context: ZmqContext, socket: ZmqSocket, options: LinkOptions, events: int
-    ) -> None:
-        self._socket = socket
-        self._options = options
-        self._closed = False
-        self._receiving = False
-        self._waiter: asyncio.Future[None] | None = None
-        self.handshake_failures = 0
-        self.last_failure = ""
-        self._readiness = Readiness(socket, self._wake)
-        self._monitor = Monitor(context, socket, events | HANDSHAKE_FAILURES, self._event)
-
-    async def recv(self) -> list[T]:
-        if self._receiving:
-            raise LocalProtocolError("two tasks receive on one link")
-        self._receiving = True
-        try:
-            while True:
-                # One turn for everybody else per batch: a flood must not starve the loop.
-                await asyncio.sleep(0)
-                self._require_open()
-                batch, empty = self._drain()
-                if batch:
-                    return batch
-                if empty:
-                    await self._wait()
-        finally:
-            self._receiving = False
-
-    def _drain(self) -> tuple[list[T], bool]:
-        """Up to ``max_batch`` messages, and whether the socket ran empty. No await in here or
-        after it, so a cancelled receive holds nothing that it could lose."""
-        batch: list[T] = []
-        receive = self._socket.recv
-        most = self._options.max_frames + 1
-        for _ in range(self._options.max_batch):
-            try:
-                frame = receive(zmq.NOBLOCK, False)
-            except zmq.Again:
-                return batch, True
-            frames = [frame]
-            count = 1
-            while frame.more:
-                frame = receive(zmq.NOBLOCK, False)
-                count += 1
-                if count <= most:
-                    frames.append(frame)
-            message = self._accept(frames) if count <= most else None
-            if message is not None:
-                batch.append(message)
-        return batch, False
-
-    async def _wait(self) -> None:
-        """Only after a receive that found nothing (see ``transport.zmq_socket``)."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _send(self, head: Sequence[bytes], frames: Sequence[bytes]) -> None:
-        self._require_open()
-        check_frames(frames, self._options)
-        send = self._socket.send
-        try:
-            for frame in head:
-                send(frame, _MORE)
-            for frame in frames[:-1]:
-                send(frame, _MORE)
-            send(frames[-1], zmq.NOBLOCK)
-        finally:
-            if self._waiter is not None:
-                # Sending reads the socket's mailbox: the receiver's edge may be gone.
-                self._readiness.check()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise LinkClosed("the link is closed")
-
-    def _shut(self) -> None:
-        """Free the socket; what was sent has ``linger_s`` to leave."""
-        self._readiness.close()
-        self._monitor.close()
-        self._socket.close()
-
-    def _accept(self, frames: list[zmq.Frame]) -> T | None:
-        raise NotImplementedError
-
-    def _event(self, event: int, value: int) -> None:
-        raise NotImplementedError
-
 
 class _Connection(NamedTuple):
     """Where a route's bytes come from. The inode tells whether the descriptor, which belongs to
@@ -163,7 +53,7 @@ class _Connection(NamedTuple):
     inode: int
 
 
-class ZmqHub(_End[Inbound]):
+class ZmqHub(End[Inbound]):
     """Made by ``ZmqNetwork.hub``."""
 
     def __init__(self, network: "ZmqNetwork", socket: ZmqSocket, options: LinkOptions) -> None:
@@ -284,9 +174,210 @@ class ZmqHub(_End[Inbound]):
         except OSError:
             return
 
-    def _authorise_noted(self, key: str) -> object | None:
-        return None
+    def _authorise_noted(self, key: str) -> Peer | None:
+        peer = self._authorise(key) if self._authorise is not None else None
+        if peer is None:
+            self._refused_key = key
+        return peer
 
     def _event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CLOSED:
             self._listener_closed.set()
+        elif event == zmq.EVENT_DISCONNECTED:
+            route = self._routes.pop(value, None)
+            if route is not None:
+                self._connections.pop(route, None)
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.handshake_failures += 1
+            self.last_failure = f"key {self._refused_key} is not authorised"
+        else:
+            self.handshake_failures += 1
+            self.last_failure = failure_text(event, value)
+
+
+class ZmqLink(End[list[bytes]]):
+    """Made by ``ZmqNetwork.link``.
+
+    libzmq reconnects after a lost connection but gives an endpoint up for good after a refusal or
+    a breach of protocol. It says CONNECT_RETRIED when it goes on, so a failure that is not
+    followed by that is retried from here, with the same bounds.
+    """
+
+    def __init__(
+        self, network: "ZmqNetwork", socket: ZmqSocket, endpoint: str, options: LinkOptions
+    ) -> None:
+        self.endpoint = endpoint
+        self._network = network
+        self._up = asyncio.Event()
+        self._down = asyncio.Event()
+        self._down.set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._retry_s = options.reconnect_s
+        super().__init__(
+            network.context,
+            socket,
+            options,
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED,
+        )
+        socket.connect(endpoint)
+
+    @property
+    def connected(self) -> bool:
+        return self._up.is_set()
+
+    async def wait_connected(self) -> None:
+        self._require_open()
+        await self._up.wait()
+        self._require_open()
+
+    async def wait_disconnected(self) -> None:
+        self._require_open()
+        await self._down.wait()
+        self._require_open()
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        try:
+            self._send((), frames)
+        except zmq.Again as error:
+            self._monitor.drain()
+            if self.connected:
+                raise WindowFull(f"{self.endpoint} does not keep up") from error
+            raise PeerUnreachable(f"{self.endpoint} is not connected") from error
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self.release()
+
+    def release(self) -> None:
+        """Free everything; what was sent has ``linger_s`` to leave."""
+        self._closed = True
+        self._wake()
+        if self._retry is not None:
+            self._retry.cancel()
+        self._shut()
+        self._up.set()
+        self._down.set()
+        self._network.forget(self)
+
+    def _accept(self, frames: list[zmq.Frame]) -> list[bytes]:
+        return [frame.bytes for frame in frames]
+
+    def _event(self, event: int, value: int) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._retry_s = self._options.reconnect_s
+            self._down.clear()
+            self._up.set()
+            return
+        self._up.clear()
+        self._down.set()
+        if event & HANDSHAKE_FAILURES:
+            self.handshake_failures += 1
+            self.last_failure = failure_text(event, value)
+        if event != zmq.EVENT_CONNECT_RETRIED:
+            loop = asyncio.get_running_loop()
+            self._retry = loop.call_later(self._retry_s, self._reconnect)
+
+    def _reconnect(self) -> None:
+        self._retry_s = min(2 * self._retry_s, self._options.reconnect_max_s)
+        try:
+            self._socket.disconnect(self.endpoint)
+        except zmq.ZMQError as error:
+            # Given up means that libzmq may not know the endpoint any more.
+            if error.errno != errno.ENOENT:
+                raise
+        self._socket.connect(self.endpoint)
+
+
+class ZmqNetwork:
+    """Hubs and links of one process: one libzmq context and one ZAP handler, on one event loop."""
+
+    def __init__(self, *, io_threads: int = 1) -> None:
+        self.context: ZmqContext = zmq.Context(io_threads)
+        self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._zap: ZapHandler | None = None
+        self._ends: dict[ZmqHub | ZmqLink, None] = {}
+
+    @property
+    def zap(self) -> ZapHandler:
+        """Started with the first hub that has keys."""
+        if self._zap is None:
+            self._zap = ZapHandler(self.context)
+        return self._zap
+
+    def hub(
+        self,
+        endpoint: str,
+        options: LinkOptions,
+        *,
+        key: KeyPair | None = None,
+        authorise: Authorise | None = None,
+    ) -> ZmqHub:
+        if (key is None) != (authorise is None):
+            raise ConfigError(f"hub {endpoint}: give both key and authorise, or none")
+        if key is None:
+            require_loopback(endpoint)
+        hub = ZmqHub(self, self._socket(zmq.ROUTER, endpoint, options), options)
+        self._ends[hub] = None
+        try:
+            hub.listen(endpoint, key, authorise)
+        except zmq.ZMQError as error:
+            hub.release()
+            raise ConfigError(
+                f"hub {endpoint}: {error.strerror}; choose another address or port"
+            ) from error
+        return hub
+
+    def link(
+        self,
+        endpoint: str,
+        options: LinkOptions,
+        *,
+        key: KeyPair | None = None,
+        server_key: str | None = None,
+    ) -> ZmqLink:
+        if (key is None) != (server_key is None):
+            raise ConfigError(f"link {endpoint}: give both key and server_key, or none")
+        if key is None:
+            require_loopback(endpoint)
+        socket = self._socket(zmq.DEALER, endpoint, options)
+        try:
+            apply_reconnect(socket, options)
+            if key is not None and server_key is not None:
+                socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
+                socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public_key.encode("ascii"))
+                socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret_key.encode("ascii"))
+            link = ZmqLink(self, socket, endpoint, options)
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
+            socket.close(0)
+            raise ConfigError(f"link {endpoint}: {error}; check address and server key") from error
+        self._ends[link] = None
+        return link
+
+    def forget(self, end: ZmqHub | ZmqLink, domain: str = "") -> None:
+        """Called by what closes itself."""
+        self._ends.pop(end, None)
+        if self._zap is not None:
+            self._zap.unregister(domain)
+
+    async def close(self) -> None:
+        """Close every hub and link, then wait at most their ``linger_s`` for what they sent."""
+        for end in list(self._ends):
+            await end.close()
+        if self._zap is not None:
+            self._zap.close()
+            self._zap = None
+        # Blocks while the I/O thread flushes; by then nothing of ours uses the context.
+        await asyncio.to_thread(self.context.term)
+
+    def _socket(self, kind: int, endpoint: str, options: LinkOptions) -> ZmqSocket:
+        socket = self.context.socket(kind)
+        try:
+            apply_options(socket, endpoint, options)
+        except ConfigError:
+            socket.close(0)
+            raise
+        return socket

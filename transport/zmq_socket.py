@@ -1,4 +1,4 @@
-"""What every ZeroMQ socket of ours needs inside asyncio: wake-ups, monitor events, options.
+"""What every ZeroMQ socket of ours needs inside asyncio: options, wake-ups, monitor, draining.
 
 What always holds: no threads; no descriptor edge is lost. libzmq signals a socket's descriptor
 only when its mailbox turns from empty to filled, and *any* call on the socket may empty it. So
@@ -10,15 +10,15 @@ import asyncio
 import errno
 import resource
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 import zmq
 
-from transport.errors import ConfigError
-from transport.links import LinkOptions
+from transport.errors import ConfigError, LinkClosed, LocalProtocolError
+from transport.links import LinkOptions, check_frames
 
 ZmqSocket = zmq.Socket[bytes]
 ZmqContext = zmq.Context[ZmqSocket]
@@ -39,6 +39,9 @@ HANDSHAKE_FAILURES = (
 )
 
 _EVENT = struct.Struct("=HI")
+_MORE = zmq.SNDMORE | zmq.NOBLOCK
+
+T = TypeVar("T")
 
 
 class Readiness:
@@ -111,6 +114,106 @@ class Monitor:
         self._readiness.close()
         self._socket.disable_monitor()
         self._pair.close(0)
+
+
+class End(Generic[T]):
+    """What both ends share: draining one socket for one receiver, and counting failures."""
+
+    def __init__(
+        self, context: ZmqContext, socket: ZmqSocket, options: LinkOptions, events: int
+    ) -> None:
+        self._socket = socket
+        self._options = options
+        self._closed = False
+        self._receiving = False
+        self._waiter: asyncio.Future[None] | None = None
+        self.handshake_failures = 0
+        self.last_failure = ""
+        self._readiness = Readiness(socket, self._wake)
+        self._monitor = Monitor(context, socket, events | HANDSHAKE_FAILURES, self._event)
+
+    async def recv(self) -> list[T]:
+        if self._receiving:
+            raise LocalProtocolError("two tasks receive on one link")
+        self._receiving = True
+        try:
+            while True:
+                # One turn for everybody else per batch: a flood must not starve the loop.
+                await asyncio.sleep(0)
+                self._require_open()
+                batch, empty = self._drain()
+                if batch:
+                    return batch
+                if empty:
+                    await self._wait()
+        finally:
+            self._receiving = False
+
+    def _drain(self) -> tuple[list[T], bool]:
+        """Up to ``max_batch`` messages, and whether the socket ran empty. No await in here or
+        after it, so a cancelled receive holds nothing that it could lose."""
+        batch: list[T] = []
+        receive = self._socket.recv
+        most = self._options.max_frames + 1
+        for _ in range(self._options.max_batch):
+            try:
+                frame = receive(zmq.NOBLOCK, False)
+            except zmq.Again:
+                return batch, True
+            frames = [frame]
+            count = 1
+            while frame.more:
+                frame = receive(zmq.NOBLOCK, False)
+                count += 1
+                if count <= most:
+                    frames.append(frame)
+            message = self._accept(frames) if count <= most else None
+            if message is not None:
+                batch.append(message)
+        return batch, False
+
+    async def _wait(self) -> None:
+        """Only after a receive that found nothing (see the top)."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _send(self, head: Sequence[bytes], frames: Sequence[bytes]) -> None:
+        self._require_open()
+        check_frames(frames, self._options)
+        send = self._socket.send
+        try:
+            for frame in head:
+                send(frame, _MORE)
+            for frame in frames[:-1]:
+                send(frame, _MORE)
+            send(frames[-1], zmq.NOBLOCK)
+        finally:
+            if self._waiter is not None:
+                # Sending reads the socket's mailbox: the receiver's edge may be gone.
+                self._readiness.check()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LinkClosed("the link is closed")
+
+    def _shut(self) -> None:
+        """Free the socket; what was sent has ``linger_s`` to leave."""
+        self._readiness.close()
+        self._monitor.close()
+        self._socket.close()
+
+    def _accept(self, frames: list[zmq.Frame]) -> T | None:
+        raise NotImplementedError
+
+    def _event(self, event: int, value: int) -> None:
+        raise NotImplementedError
 
 
 def failure_text(event: int, value: int) -> str:

@@ -16,54 +16,54 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all effects."""
 
 
-class ToScheduler(Effect):
+class ToScheduler(Effect, frozen=True, kw_only=True):
     message: Message
 
 
-class ToTrajectoryLog(Effect):
+class ToTrajectoryLog(Effect, frozen=True, kw_only=True):
     """Send the spooled body of ``summary`` as a ``TrajectoryPut``."""
 
     summary: GroupSummary
 
 
-class ToWeightStore(Effect):
+class ToWeightStore(Effect, frozen=True, kw_only=True):
     message: Message
 
 
-class RemakeLink(Effect):
+class RemakeLink(Effect, frozen=True, kw_only=True):
     """Close this plane's link, with whatever is queued in it, and open a new one."""
 
     plane: Plane
 
 
-class RunAttempt(Effect):
+class RunAttempt(Effect, frozen=True, kw_only=True):
     """Start generating; the attempt waited ``queued_s`` since it was accepted."""
 
     offer: LeaseOffer
     queued_s: float
 
 
-class AbortAttempt(Effect):
+class AbortAttempt(Effect, frozen=True, kw_only=True):
     """Stop a running attempt; nothing is reported back. Only ``attempt`` under ``fence``."""
 
     attempt: str
     fence: Fence
 
 
-class DropSpooled(Effect):
+class DropSpooled(Effect, frozen=True, kw_only=True):
     """Delete this body from the spool."""
 
     attempt: str
     digest: str
 
 
-class OpenCopy(Effect):
+class OpenCopy(Effect, frozen=True, kw_only=True):
     """Verify the copy on disk, if any, and load it into the engine."""
 
     policy: str
 
 
-class FetchPlan(Effect):
+class FetchPlan(Effect, frozen=True, kw_only=True):
     """Fetch, verify and stage this plan beside the copy."""
 
     policy: str
@@ -71,27 +71,27 @@ class FetchPlan(Effect):
     plan: WeightsPlan
 
 
-class CancelFetch(Effect):
+class CancelFetch(Effect, frozen=True, kw_only=True):
     """Stop the fetch under ``ticket`` and drop what it staged; nothing is reported back."""
 
     policy: str
     ticket: int
 
 
-class SwapWeights(Effect):
+class SwapWeights(Effect, frozen=True, kw_only=True):
     """Bring the staged version into the engine and commit the copy."""
 
     policy: str
     ticket: int
 
 
-class DiscardCopy(Effect):
+class DiscardCopy(Effect, frozen=True, kw_only=True):
     """Delete the copy of this policy and everything staged for it."""
 
     policy: str
 
 
-class Exit(Effect):
+class Exit(Effect, frozen=True, kw_only=True):
     """The agent is done: close the links and end the process with this status."""
 
     reason: str

@@ -10,45 +10,45 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all events."""
 
 
-class FromScheduler(Event):
+class FromScheduler(Event, frozen=True, kw_only=True):
     """A message came over the control plane."""
 
     message: Message
 
 
-class FromTrajectoryLog(Event):
+class FromTrajectoryLog(Event, frozen=True, kw_only=True):
     """A message came over the trajectories plane."""
 
     message: Message
 
 
-class FromWeightStore(Event):
+class FromWeightStore(Event, frozen=True, kw_only=True):
     """A message (other than a chunk) came over the weights plane."""
 
     message: Message
 
 
-class SendFailed(Event):
+class SendFailed(Event, frozen=True, kw_only=True):
     """The link did not take this message (window full, nobody there): it was not sent."""
 
     plane: Plane
     message: Message
 
 
-class GroupGenerated(Event):
+class GroupGenerated(Event, frozen=True, kw_only=True):
     """The attempt drew its last token; scoring and packing go on, the weights are free to move."""
 
     attempt: str
     fence: Fence
 
 
-class GroupSpooled(Event):
+class GroupSpooled(Event, frozen=True, kw_only=True):
     """The attempt's result is durable in the spool."""
 
     summary: GroupSummary
 
 
-class AttemptCrashed(Event):
+class AttemptCrashed(Event, frozen=True, kw_only=True):
     """The attempt ended without a result. ``code`` is stable, ``detail`` is for people."""
 
     attempt: str
@@ -57,7 +57,7 @@ class AttemptCrashed(Event):
     detail: str = ""
 
 
-class CopyOpened(Event):
+class CopyOpened(Event, frozen=True, kw_only=True):
     """The copy of a policy found on disk is verified and in the engine; ``version`` None: there
     was none."""
 
@@ -66,14 +66,14 @@ class CopyOpened(Event):
     digest: str = ""
 
 
-class PlanStaged(Event):
+class PlanStaged(Event, frozen=True, kw_only=True):
     """The plan that was fetched under ``ticket`` is complete and verified beside the copy."""
 
     policy: str
     ticket: int
 
 
-class StageFailed(Event):
+class StageFailed(Event, frozen=True, kw_only=True):
     """Fetching or verifying the plan under ``ticket`` failed with an error's ``code``."""
 
     policy: str
@@ -82,7 +82,7 @@ class StageFailed(Event):
     detail: str = ""
 
 
-class WeightsSwapped(Event):
+class WeightsSwapped(Event, frozen=True, kw_only=True):
     """The engine generates with the staged version and the copy is committed."""
 
     policy: str
@@ -94,7 +94,7 @@ class WeightsSwapped(Event):
     fetch_s: float = 0.0
 
 
-class SwapFailed(Event):
+class SwapFailed(Event, frozen=True, kw_only=True):
     """The engine or the disk did not take the staged version: nobody knows what is in use."""
 
     policy: str
@@ -103,13 +103,13 @@ class SwapFailed(Event):
     detail: str = ""
 
 
-class CopyDiscarded(Event):
+class CopyDiscarded(Event, frozen=True, kw_only=True):
     """The copy of a policy is gone from the disk."""
 
     policy: str
 
 
-class Measured(Event):
+class Measured(Event, frozen=True, kw_only=True):
     """Counters of the engine and the links since the start, for the next heartbeat."""
 
     tokens_generated: int
@@ -119,11 +119,11 @@ class Measured(Event):
     bytes_down: int
 
 
-class DrainRequested(Event):
+class DrainRequested(Event, frozen=True, kw_only=True):
     """Finish or hand back what is held, then leave."""
 
     reason: str
 
 
-class Tick(Event):
+class Tick(Event, frozen=True, kw_only=True):
     """``next_deadline`` has passed."""

@@ -107,6 +107,7 @@ class Ladder:
         if self.stage is Stage.FETCHING and self._beyond(self.target):
             effects.append(CancelFetch(policy=self.policy, ticket=self._ticket))
             self.stage, self.target = Stage.IDLE, None
+            self._ticket += 1
         if self.stage is Stage.IDLE:
             effects += self._request(now)
         return effects

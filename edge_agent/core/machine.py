@@ -1,39 +1,20 @@
 """The edge agent's decisions: what to run, what to send, which weights to use.
 
-What always holds (``check`` enforces what can be seen from inside, the property test the rest):
-an accepted attempt ends exactly once, as a spooled result that was acknowledged or refused, as a
-reported failure, or because the scheduler wants it no more; an attempt starts only when all its
-policies have verified weights in the engine, and a pinned one only at exactly its version, which
-then stays until its last token; nothing leaves the spool without a word from the log or the
-scheduler; work goes on while the scheduler is away; bad remote input is counted and never raises.
+What always holds: time and randomness come in from outside; bad remote input is counted and never
+raises; work goes on while the scheduler is away; after ``Exit`` nothing happens any more. The parts
+state their own rules: ``session`` (being known), ``work`` (attempts and spool), ``weights``.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from edge_agent.core.attempts import (
-    Attempt,
-    Attempts,
-    AttemptState,
-    fault_of,
-    pins_of,
-    sequences_of,
-)
-from edge_agent.core.effects import (
-    AbortAttempt,
-    DropSpooled,
-    Effect,
-    Exit,
-    RunAttempt,
-    ToScheduler,
-)
+from edge_agent.core.attempts import AttemptState
+from edge_agent.core.effects import Effect, Exit, ToScheduler
 from edge_agent.core.events import (
     AttemptCrashed,
-    CopyDiscarded,
-    CopyOpened,
     DrainRequested,
     Event,
     FromScheduler,
@@ -42,19 +23,15 @@ from edge_agent.core.events import (
     GroupGenerated,
     GroupSpooled,
     Measured,
-    PlanStaged,
     SendFailed,
-    StageFailed,
     SwapFailed,
     Tick,
-    WeightsSwapped,
 )
-from edge_agent.core.ladder import Ladder, Stage
-from edge_agent.core.outbox import Outbox
-from edge_agent.core.session import Session, SessionState
+from edge_agent.core.journal import Journal
+from edge_agent.core.session import Session
 from edge_agent.core.settings import AgentSettings
-from transport.errors import InvariantViolation
-from transport.ids import Fence
+from edge_agent.core.weights import Weights
+from edge_agent.core.work import Work
 from transport.messages import (
     AgentInventory,
     AttemptFailed,
@@ -62,21 +39,17 @@ from transport.messages import (
     GroupSummary,
     Heartbeat,
     HeartbeatReply,
-    HeldAttempt,
     Hello,
     HelloRequired,
     HostedPolicies,
     LeaseOffer,
-    LeaseReply,
     LeaseRevoke,
     Message,
-    Plane,
     Refuse,
     Role,
     TrajectoryAck,
     TrajectoryPut,
     TrajectoryRefused,
-    VersionRef,
     WeightsPlan,
     Welcome,
 )
@@ -84,12 +57,11 @@ from transport.messages import (
 if TYPE_CHECKING:
     from random import Random
 
-_MAX_ENDED = 4096
-_MAX_STORY = 2048
+_MAX_REASON = 200
 
 
 class AgentSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person sees of an agent."""
+    """What a person sees of an agent; ``policies`` are (stage, version)."""
 
     session: str
     draining: bool
@@ -120,12 +92,10 @@ class AgentCore:
         self._settings = settings
         self._incarnation = incarnation
         self._build = build
-        self._rng = rng
+        self._journal = Journal()
         self._session = Session(settings, now)
-        self._attempts = Attempts()
-        self._outbox = Outbox(settings, spooled)
-        self._ladders: dict[str, Ladder] = {}
-        self._ended: OrderedDict[str, Fence] = OrderedDict()
+        self._weights = Weights(settings, self._journal, rng)
+        self._work = Work(settings, self._session, self._weights, self._journal, spooled)
         self._measured = Measured(
             tokens_generated=0,
             running_sequences=0,
@@ -133,94 +103,74 @@ class AgentCore:
             bytes_up=0,
             bytes_down=0,
         )
-        self._largest_body = 0
         self._drain_until_s: float | None = None
         self._drain_reason = ""
         self._exited = False
-        self._counters: Counter[str] = Counter()
-        self._story: deque[tuple[str, str]] = deque(maxlen=_MAX_STORY)
-
-    # ---- the interface of a core -----------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; the effects are to be carried out in order."""
         if self._exited:
             return []
         effects = self._dispatch(event, now)
-        effects += self._advance(now)
+        if not self._exited:
+            effects += self._advance(now)
         return effects
 
     def next_deadline(self) -> float | None:
-        """When to feed ``Tick`` if nothing else happens before."""
+        """When to feed ``Tick`` if nothing else happens before; None after the end."""
         if self._exited:
             return None
-        due = [self._session.deadline(), self._outbox.deadline(), self._drain_until_s]
-        due += [ladder.deadline() for ladder in self._ladders.values()]
-        due += [
-            attempt.accepted_s + self._settings.attempt_timeout_s
-            for attempt in self._attempts
-            if attempt.state is AttemptState.WAITING
+        due = [
+            self._session.deadline(),
+            self._work.deadline(),
+            self._work.outbox.deadline(),
+            self._drain_until_s,
+            *(ladder.deadline() for ladder in self._weights),
         ]
         return min((at for at in due if at is not None), default=None)
 
     def status(self) -> AgentSnapshot:
-        count = Counter(attempt.state for attempt in self._attempts)
+        work = self._work
+        states = Counter(held.state for held in work.attempts)
         return AgentSnapshot(
             session=self._session.state.value,
-            draining=self._draining,
-            waiting=count[AttemptState.WAITING],
-            running=count[AttemptState.RUNNING],
-            scoring=count[AttemptState.SCORING],
-            spooled=len(self._outbox),
-            spool_bytes=self._outbox.size_bytes,
-            unacked_bytes=self._outbox.unacked_bytes,
+            draining=work.draining,
+            waiting=states[AttemptState.WAITING],
+            running=states[AttemptState.RUNNING],
+            scoring=states[AttemptState.SCORING],
+            spooled=len(work.outbox),
+            spool_bytes=work.outbox.size_bytes,
+            unacked_bytes=work.outbox.unacked_bytes,
             rtt_s=self._session.rtt_s,
             policies={
-                name: (ladder.stage.value, ladder.version)
-                for name, ladder in self._ladders.items()
+                ladder.policy: (ladder.stage.value, ladder.version) for ladder in self._weights
             },
-            counters=dict(self._counters),
+            counters=self._journal.counters(),
         )
 
     def dump(self) -> dict[str, Any]:
-        """The whole state as plain values, for comparing two cores."""
+        """The whole state as plain values: two cores that dump alike behave alike."""
         return {
             "status": msgspec.to_builtins(self.status()),
             "attempts": [
                 (held.name, held.fence, held.state.value, held.accepted_s, held.pinned)
-                for held in self._attempts
+                for held in self._work.attempts
             ],
-            "spooled": [msgspec.to_builtins(summary) for summary in self._outbox.summaries()],
-            "ladders": {
-                name: (ladder.stage.value, ladder.version, ladder.target, ladder.failures)
-                for name, ladder in self._ladders.items()
-            },
+            "spooled": [msgspec.to_builtins(one) for one in self._work.outbox.summaries()],
+            "weights": [
+                (ladder.policy, ladder.stage.value, ladder.target, ladder.failures, ladder.upto)
+                for ladder in self._weights
+            ],
             "deadline": self.next_deadline(),
         }
 
-    def story(self, name: str) -> list[str]:
-        """What happened to an attempt or policy, as far as it is remembered."""
-        return [text for subject, text in self._story if subject == name]
+    def story(self, subject: str) -> list[str]:
+        """What happened to an attempt or a policy, as far as it is remembered."""
+        return self._journal.story(subject)
 
     def check(self) -> None:
-        """Raise ``InvariantViolation`` when the state contradicts itself."""
-        settings = self._settings
-        sequences = self._attempts.sequences(AttemptState.WAITING, AttemptState.RUNNING)
-        if sequences > settings.slots + settings.prefetch_sequences and len(self._attempts) > 1:
-            raise InvariantViolation(f"{sequences} sequences are more than accepted")
-        for held in self._attempts:
-            if self._outbox.find(held.name) is not None:
-                raise InvariantViolation(f"{held.name} is held and spooled: {self.story(held.name)}")
-            for policy, version in held.pinned.items():
-                ladder = self._ladders.get(policy)
-                if held.state is AttemptState.RUNNING and (
-                    ladder is None or ladder.version != version
-                ):
-                    raise InvariantViolation(
-                        f"{held.name} runs, pinned to {version}: {self.story(held.name)}"
-                    )
-        if self._outbox.size_bytes != sum(s.size_bytes for s in self._outbox.summaries()):
-            raise InvariantViolation("the spool's size does not add up")
+        """Raise ``InvariantViolation``, with the story, when the state contradicts itself."""
+        self._work.check()
 
     # ---- events ------------------------------------------------------------------------------
 
@@ -229,24 +179,26 @@ class AgentCore:
             case FromScheduler(message=message):
                 self._session.heard(now)
                 return self._from_scheduler(message, now)
-            case FromTrajectoryLog(message=message):
-                return self._from_trajectory_log(message, now)
+            case FromTrajectoryLog(message=TrajectoryAck() | TrajectoryRefused() as message):
+                return self._work.acknowledged(message, now)
             case FromWeightStore(message=WeightsPlan() as plan):
-                ladder = self._ladders.get(plan.policy)
-                return ladder.planned(plan) if ladder is not None else self._odd(plan)
-            case FromWeightStore(message=message):
-                return self._odd(message)
+                return self._weights.planned(plan)
+            case FromTrajectoryLog(message=message) | FromWeightStore(message=message):
+                return self._unexpected(message)
             case GroupGenerated(attempt=name, fence=fence):
-                held = self._attempts.find(name, fence)
-                if held is not None and held.state is AttemptState.RUNNING:
-                    held.state = AttemptState.SCORING
+                self._work.generated(name, fence)
             case GroupSpooled(summary=summary):
-                return self._spooled(summary)
+                return self._work.spooled(summary)
             case AttemptCrashed(attempt=name, fence=fence, code=code, detail=detail):
-                held = self._attempts.find(name, fence)
-                return [] if held is None else self._fail(held, code, detail)
-            case SendFailed(plane=plane, message=message):
-                self._send_failed(plane, message, now)
+                return self._work.crashed(name, fence, code, detail)
+            case SwapFailed(policy=policy, code=code):
+                effects = self._weights.handle(event, now)
+                if effects:
+                    # Nobody knows what the engine holds now: what it draws is worth nothing.
+                    effects += self._work.fail_policy(policy, "weights.unverified", code)
+                return effects
+            case SendFailed():
+                self._send_failed(event, now)
             case Measured():
                 self._measured = event
             case DrainRequested(reason=reason):
@@ -254,318 +206,102 @@ class AgentCore:
             case Tick():
                 pass
             case _:
-                return self._weights(event, now)
+                return self._weights.handle(event, now)
         return []
 
     def _from_scheduler(self, message: Message, now: float) -> list[Effect]:
         match message:
             case LeaseOffer():
-                return self._offered(message, now)
+                return self._work.offered(message, now)
             case HeartbeatReply():
-                if not self._session.replied(message, now):
-                    self._counters["heartbeat.unknown_reply"] += 1
-                effects: list[Effect] = []
-                for name in message.unknown:
-                    effects += self._forget(name, "unwanted")
-                return effects
+                return self._replied(message, now)
             case LeaseRevoke(attempt=name, fence=fence, reason=reason):
-                held = self._attempts.find(name)
-                spooled = self._outbox.find(name)
-                known = held.fence if held else spooled.fence if spooled else None
-                if known is None or fence < known:
-                    self._counters["revoke.unknown"] += 1
-                    return []
-                return self._forget(name, f"revoked: {reason}")
+                known = self._work.fence_of(name)
+                if known is not None and fence >= known:
+                    return self._work.forget(name, f"revoked: {reason[:_MAX_REASON]}")
+                self._journal.count("revoke.unknown")
             case Welcome():
-                return self._session.welcomed(message, now) + self._host(message.policies)
+                effects = self._session.welcomed(message, now)
+                return effects + self._weights.host(message.policies)
             case HostedPolicies(policies=policies):
-                return self._host(policies)
-            case HelloRequired():
-                self._session.hello_required(now)
-            case Goodbye():
-                # It said so itself: its successor will not know us.
+                return self._weights.host(policies)
+            case HelloRequired() | Goodbye():
+                # After a goodbye the scheduler's next life will not know us either.
                 self._session.hello_required(now)
             case Refuse(code=code, message=text):
                 if not self._session.refused(message, now):
-                    return self._exit(f"refused: {code}: {text}", 1)
+                    return self._exit(f"refused: {code}: {text}"[:_MAX_REASON], 1)
             case _:
-                return self._odd(message)
+                return self._unexpected(message)
         return []
 
-    def _from_trajectory_log(self, message: Message, now: float) -> list[Effect]:
-        match message:
-            case TrajectoryAck(attempt=name, digest=digest) | TrajectoryRefused(
-                attempt=name, digest=digest
-            ):
-                summary = self._outbox.find(name)
-                if summary is None or summary.digest != digest:
-                    self._counters["ack.unknown"] += 1
-                    return []
-                effects = self._drop(summary, "stored", now)
-                if isinstance(message, TrajectoryRefused):
-                    effects.append(self._report(name, summary.fence, message.code, message.message))
-                return effects
-            case _:
-                return self._odd(message)
-
-    def _weights(self, event: Event, now: float) -> list[Effect]:
-        match event:
-            case CopyOpened(policy=policy, version=version, digest=digest):
-                ladder = self._ladders.get(policy)
-                return [] if ladder is None else ladder.opened(version, digest, now)
-            case PlanStaged(policy=policy, ticket=ticket):
-                ladder = self._ladders.get(policy)
-                return [] if ladder is None else ladder.staged(ticket)
-            case StageFailed(policy=policy, ticket=ticket, code=code, detail=detail):
-                ladder = self._ladders.get(policy)
-                self._note(policy, f"stage failed: {code}: {detail}")
-                self._counters["weights.stage_failed"] += 1
-                return [] if ladder is None else ladder.stage_failed(ticket, code, now)
-            case WeightsSwapped(policy=policy, version=version):
-                ladder = self._ladders.get(policy)
-                self._note(policy, f"serving {version}")
-                return [] if ladder is None else ladder.swapped(event, now)
-            case SwapFailed(policy=policy, ticket=ticket, code=code, detail=detail):
-                ladder = self._ladders.get(policy)
-                self._note(policy, f"swap failed: {code}: {detail}")
-                self._counters["weights.swap_failed"] += 1
-                effects = [] if ladder is None else ladder.swap_failed(ticket)
-                if effects:
-                    # Nobody knows what the engine holds now: what runs on it is worth nothing.
-                    for held in self._attempts.of_policy(policy):
-                        if held.state is not AttemptState.SCORING:
-                            effects += self._fail(held, "weights.unverified", code)
-                return effects
-            case CopyDiscarded(policy=policy):
-                ladder = self._ladders.get(policy)
-                if ladder is None:
-                    return []
-                if not ladder.hosted:
-                    del self._ladders[policy]
-                    return []
-                return ladder.discarded(now)
-            case _:
-                raise InvariantViolation(f"unknown event {type(event).__name__}")
-
-    # ---- attempts ----------------------------------------------------------------------------
-
-    def _offered(self, offer: LeaseOffer, now: float) -> list[Effect]:
+    def _replied(self, message: HeartbeatReply, now: float) -> list[Effect]:
+        if not self._session.replied(message, now):
+            self._journal.count("heartbeat.unknown_reply")
         effects: list[Effect] = []
-        held = self._attempts.find(offer.attempt)
-        spooled = self._outbox.find(offer.attempt)
-        known = held.fence if held else spooled.fence if spooled else None
-        if known == offer.fence:
-            return [self._reply(offer, "")]
-        if known is not None and known > offer.fence:
-            return [self._reply(offer, "stale_fence")]
-        if known is not None:
-            effects += self._forget(offer.attempt, "superseded")
-        reason = self._objection(offer)
-        effects.append(self._reply(offer, reason))
-        if reason:
-            self._counters[f"declined.{reason}"] += 1
-            self._note(offer.attempt, f"declined: {reason}")
-        else:
-            self._attempts.add(Attempt(offer=offer, accepted_s=now, pinned=pins_of(offer)))
-            self._note(offer.attempt, "accepted")
+        for name in message.unknown:
+            effects += self._work.forget(name, "unknown to the scheduler")
         return effects
 
-    def _objection(self, offer: LeaseOffer) -> str:
-        """Why not to accept a new offer, or nothing."""
-        settings = self._settings
-        if self._draining:
-            return "draining"
-        if self._ended.get(offer.attempt) == offer.fence:
-            return "finished"
-        if fault_of(offer):
-            return "malformed"
-        if offer.workflow not in settings.workflows:
-            return "workflow_unknown"
-        if offer.reward.name not in settings.rewards:
-            return "reward_unknown"
-        ladders = [self._ladders.get(policy) for policy in sorted(offer.policies.values())]
-        if any(ladder is None or not ladder.hosted for ladder in ladders):
-            return "policy_unknown"
-        if any(ladder is not None and ladder.healing for ladder in ladders):
-            return "weights_unavailable"
-        if any(self._ladders[policy].passes(at) for policy, at in pins_of(offer).items()):
-            return "version_passed"
-        reserved = self._largest_body * (len(self._attempts) + 1)
-        if self._outbox.size_bytes + reserved > settings.spool_bytes:
-            return "spool_full"
-        busy = self._attempts.sequences(AttemptState.WAITING, AttemptState.RUNNING)
-        room = settings.slots + settings.prefetch_sequences
-        if busy and busy + sequences_of(offer) > room:
-            return "full"
-        if len(self._attempts) + len(self._outbox) >= settings.max_held:
-            return "full"
-        return ""
-
-    def _reply(self, offer: LeaseOffer, reason: str) -> Effect:
-        reply = LeaseReply(
-            attempt=offer.attempt, fence=offer.fence, accepted=not reason, reason=reason
-        )
-        return ToScheduler(message=reply)
-
-    def _spooled(self, summary: GroupSummary) -> list[Effect]:
-        held = self._attempts.find(summary.attempt, summary.fence)
-        if held is None:
-            # Aborted while its result was being written: the scheduler wants it no more.
-            other = self._outbox.find(summary.attempt)
-            if other is not None and other.digest == summary.digest:
-                return []
-            return [DropSpooled(attempt=summary.attempt, digest=summary.digest)]
-        self._attempts.remove(held)
-        self._outbox.add(summary)
-        self._largest_body = max(self._largest_body, summary.size_bytes)
-        self._note(summary.attempt, "spooled")
+    def _unexpected(self, message: Message) -> list[Effect]:
+        self._journal.count(f"unexpected.{type(message).__name__}")
         return []
 
-    def _fail(self, held: Attempt, code: str, detail: str) -> list[Effect]:
-        effects: list[Effect] = []
-        if held.state is not AttemptState.WAITING:
-            effects.append(AbortAttempt(attempt=held.name, fence=held.fence))
-        self._attempts.remove(held)
-        self._end(held.name, held.fence, f"failed: {code}")
-        return [*effects, self._report(held.name, held.fence, code, detail)]
+    def _send_failed(self, event: SendFailed, now: float) -> None:
+        self._journal.count(f"send_failed.{event.plane.value}")
+        match event.message:
+            case TrajectoryPut(summary=summary):
+                self._work.outbox.not_sent(summary.attempt, now)
+            case AttemptFailed() as report:
+                self._session.report_lost(report)
+            case _:
+                pass  # repeated by itself (hello, heartbeat, request) or missed by its receiver
 
-    def _report(self, name: str, fence: Fence, code: str, detail: str) -> Effect:
-        self._counters["attempts.failed"] += 1
-        return self._session.report(
-            AttemptFailed(attempt=name, fence=fence, code=code, detail=detail[:500])
-        )
-
-    def _forget(self, name: str, why: str) -> list[Effect]:
-        """Drop everything about an attempt, wherever it stands."""
-        held = self._attempts.find(name)
-        if held is not None:
-            self._attempts.remove(held)
-            self._end(name, held.fence, why)
-            if held.state is AttemptState.WAITING:
-                return []
-            return [AbortAttempt(attempt=name, fence=held.fence)]
-        summary = self._outbox.find(name)
-        return [] if summary is None else self._drop(summary, why, None)
-
-    def _drop(self, summary: GroupSummary, why: str, now: float | None) -> list[Effect]:
-        self._outbox.remove(summary.attempt, now)
-        self._end(summary.attempt, summary.fence, why)
-        return [DropSpooled(attempt=summary.attempt, digest=summary.digest)]
-
-    def _end(self, name: str, fence: Fence, why: str) -> None:
-        self._ended[name] = fence
-        self._note(name, why)
-        if len(self._ended) > _MAX_ENDED:
-            self._ended.popitem(last=False)
-
-    # ---- everything that follows by itself -----------------------------------------------------
+    # ---- what follows by itself ----------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Effect]:
-        if self._exited:
-            return []
-        effects: list[Effect] = []
-        for held in self._attempts:
-            effects += self._start_or_give_up(held, now)
-        for ladder in tuple(self._ladders.values()):
-            if not ladder.hosted and not self._attempts.of_policy(ladder.policy):
+        effects = self._work.advance(now)
+        for ladder in self._weights:
+            if not ladder.hosted and not self._work.attempts.of_policy(ladder.policy):
                 effects += ladder.release()
-            effects += ladder.hold(self._attempts.bound(ladder.policy), now)
+            effects += ladder.hold(self._work.attempts.bound(ladder.policy), now)
             effects += ladder.advance(now)
-        effects += self._outbox.advance(now)
+        effects += self._work.outbox.advance(now)
         effects += self._session.silent(now)
         if self._session.hello_due(now):
             effects.append(ToScheduler(message=self._hello()))
         repeated = self._session.heartbeat_due(now)
         if repeated is not None:
             effects += [*repeated, ToScheduler(message=self._heartbeat(now))]
-        if self._draining:
-            effects += self._leave_when_done(now)
-        return effects
-
-    def _start_or_give_up(self, held: Attempt, now: float) -> list[Effect]:
-        if held.state is not AttemptState.WAITING:
-            return []
-        ladders = [self._ladders[policy] for policy in held.policies]
-        if any(ladder.healing for ladder in ladders):
-            return self._fail(held, "weights_unavailable", "the agent lost its copy")
-        if now >= held.accepted_s + self._settings.attempt_timeout_s:
-            return self._fail(held, "weights.timeout", "waited too long for its weights")
-        if not all(ladder.ready for ladder in ladders):
-            return []
-        for policy, version in held.pinned.items():
-            ladder = self._ladders[policy]
-            if ladder.version != version or ladder.stage is Stage.SWAPPING:
-                return []
-        held.state = AttemptState.RUNNING
-        self._note(held.name, "started")
-        return [RunAttempt(offer=held.offer, queued_s=now - held.accepted_s)]
-
-    def _host(self, policies: tuple[str, ...]) -> list[Effect]:
-        effects: list[Effect] = []
-        for ladder in self._ladders.values():
-            ladder.hosted = ladder.policy in policies
-        for policy in policies:
-            if policy not in self._ladders:
-                self._ladders[policy] = Ladder(policy, self._settings, self._rng)
-                effects += self._ladders[policy].open()
+        if self._drain_until_s is not None:
+            effects += self._leave_when_done(now, self._drain_until_s)
         return effects
 
     def _drain(self, reason: str, now: float) -> list[Effect]:
-        if self._draining:
+        if self._drain_until_s is not None:
             return []
         self._drain_until_s = now + self._settings.drain_s
         self._drain_reason = reason
+        self._work.draining = True
         effects: list[Effect] = []
-        for held in self._attempts:
+        for held in self._work.attempts:
             if held.state is AttemptState.WAITING:
-                effects += self._fail(held, "agent.draining", reason)
+                effects += self._work.fail(held, "agent.draining", reason)
         return effects
 
-    def _leave_when_done(self, now: float) -> list[Effect]:
-        late = self._drain_until_s is not None and now >= self._drain_until_s
+    def _leave_when_done(self, now: float, until_s: float) -> list[Effect]:
+        if now < until_s and not self._work.idle:
+            return []
         effects: list[Effect] = []
-        if late:
-            for held in self._attempts:
-                effects += self._fail(held, "agent.draining", self._drain_reason)
-        if late or not (len(self._attempts) or len(self._outbox)):
-            effects += self._exit(f"drained: {self._drain_reason}", 0)
-        return effects
+        for held in self._work.attempts:
+            effects += self._work.fail(held, "agent.draining", self._drain_reason)
+        return effects + self._exit(f"drained: {self._drain_reason}", 0)
 
     def _exit(self, reason: str, status: int) -> list[Effect]:
         self._exited = True
-        goodbye = Goodbye(reason=reason[:200])
-        return [ToScheduler(message=goodbye), Exit(reason=reason, status=status)]
-
-    def _send_failed(self, plane: Plane, message: Message, now: float) -> None:
-        self._counters[f"send_failed.{plane.value}"] += 1
-        if isinstance(message, TrajectoryPut):
-            self._outbox.not_sent(message.summary.attempt, now)
-        elif isinstance(message, AttemptFailed):
-            self._session.report_lost(message)
-
-    @property
-    def _draining(self) -> bool:
-        return self._drain_until_s is not None
-
-    def _odd(self, message: Message) -> list[Effect]:
-        self._counters[f"unexpected.{type(message).__name__}"] += 1
-        return []
-
-    def _note(self, subject: str, text: str) -> None:
-        self._story.append((subject, text))
+        return [ToScheduler(message=Goodbye(reason=reason)), Exit(reason=reason, status=status)]
 
     # ---- messages about ourselves ----------------------------------------------------------------
-
-    def _held(self) -> tuple[HeldAttempt, ...]:
-        spooled = [
-            HeldAttempt(attempt=summary.attempt, fence=summary.fence, spooled=True)
-            for summary in self._outbox.summaries()
-        ]
-        return (*self._attempts.inventory(), *spooled)
-
-    def _versions(self) -> dict[str, VersionRef]:
-        serving = {name: ladder.serving() for name, ladder in self._ladders.items()}
-        return {name: ref for name, ref in serving.items() if ref is not None}
 
     def _hello(self) -> Hello:
         settings = self._settings
@@ -579,8 +315,8 @@ class AgentCore:
                 engine=settings.engine,
                 workflows=settings.workflows,
                 rewards=settings.rewards,
-                held=self._held(),
-                versions=self._versions(),
+                held=self._work.held(),
+                versions=self._weights.serving(),
                 labels=settings.labels,
             ),
         )
@@ -589,14 +325,14 @@ class AgentCore:
         return Heartbeat(
             sequence=self._session.sequence,
             sent_s=now,
-            held=self._held(),
+            held=self._work.held(),
             running_sequences=self._measured.running_sequences,
             waiting_sequences=self._measured.waiting_sequences,
             tokens_generated=self._measured.tokens_generated,
-            versions=self._versions(),
+            versions=self._weights.serving(),
             rtt_s=self._session.rtt_s,
-            spool_bytes=self._outbox.size_bytes,
+            spool_bytes=self._work.outbox.size_bytes,
             bytes_up=self._measured.bytes_up,
             bytes_down=self._measured.bytes_down,
-            draining=self._draining,
+            draining=self._work.draining,
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from edge_agent.core.effects import Effect, RemakeLink, ToTrajectoryLog
 from edge_agent.core.settings import AgentSettings
+from transport.errors import InvariantViolation
 from transport.messages import GroupSummary, Plane
 
 
@@ -46,13 +47,16 @@ class Outbox:
         self._entries[summary.attempt] = summary
         self.size_bytes += summary.size_bytes
 
-    def remove(self, attempt: str, now: float) -> None:
-        """Forget an entry that is known to be held."""
+    def progressed(self, now: float) -> None:
+        """The log is alive: it said something about a body."""
+        self._progress_s = now
+        self._stall_s = self._settings.upload_stall_s
+
+    def remove(self, attempt: str) -> None:
+        """Forget an entry that is known to be here."""
         summary = self._entries.pop(attempt)
         self.size_bytes -= summary.size_bytes
         self._unsend(summary)
-        self._progress_s = now
-        self._stall_s = self._settings.upload_stall_s
 
     def not_sent(self, attempt: str, now: float) -> None:
         """The link refused the body; try again a little later."""
@@ -95,3 +99,13 @@ class Outbox:
         if summary.attempt in self._sent:
             del self._sent[summary.attempt]
             self._unacked_bytes -= summary.size_bytes
+
+    def check(self) -> None:
+        """Raise ``InvariantViolation`` when the sums do not match the entries."""
+        total = sum(summary.size_bytes for summary in self._entries.values())
+        sent = [self._entries[attempt] for attempt in self._sent]
+        unacked = sum(summary.size_bytes for summary in sent)
+        if total != self.size_bytes or unacked != self._unacked_bytes:
+            raise InvariantViolation(f"spool of {total} bytes, {unacked} under way, miscounted")
+        if len(sent) > 1 and unacked > self._settings.upload_window_bytes:
+            raise InvariantViolation(f"{unacked} bytes under way are more than the window")

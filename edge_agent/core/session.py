@@ -1,10 +1,10 @@
 """Being known to the scheduler: hello, heartbeats, silence, round-trip time.
 
 What always holds: a hello is repeated until it is answered, never more often than once per
-``hello_repeat_s``; while known, a heartbeat goes out every ``heartbeat_s`` of the last welcome; when
-nothing is heard for ``lost_after_s`` the link is remade and the hello starts over; work goes on
-through all of that. A failure report counts as delivered only once a heartbeat that left after it
-has been answered (the link is ordered, and a broken one leads to a new hello, after which all
+``hello_repeat_s``; while known, a heartbeat goes out every ``heartbeat_s`` of the last welcome;
+when nothing is heard for ``lost_after_s`` the link is remade and the hello starts over; work goes
+on through all of that. A failure report counts as delivered only once a heartbeat that left after
+it has been answered (the link is ordered, and a broken one leads to a new hello, after which all
 unconfirmed reports are sent again): none is lost, and a repeated one is harmless.
 """
 
@@ -51,11 +51,11 @@ class Session:
 
     def welcomed(self, message: Welcome, now: float) -> list[Effect]:
         """Go on under the terms of ``message``; unconfirmed reports leave again."""
-        shortest, longest = _INTERVAL_RANGE_S
+        shortest_s, longest_s = _INTERVAL_RANGE_S
         self.state = SessionState.UP
         self.term = message.term
-        self.heartbeat_s = min(max(message.heartbeat_s, shortest), longest)
-        self.lost_after_s = min(max(message.lost_after_s, 2 * self.heartbeat_s), 2 * longest)
+        self.heartbeat_s = _clamped(message.heartbeat_s, shortest_s, longest_s)
+        self.lost_after_s = _clamped(message.lost_after_s, 2 * self.heartbeat_s, 2 * longest_s)
         self._due_s = now
         self._reports = deque(
             ((report, self.sequence + 1) for report, _ in self._reports), maxlen=_MAX_REPORTS
@@ -73,8 +73,8 @@ class Session:
         self.state = SessionState.REFUSED
         if message.retry_s is None:
             return False
-        longest = _INTERVAL_RANGE_S[1]
-        self._due_s = now + min(max(message.retry_s, self._settings.hello_repeat_s), longest)
+        shortest_s, longest_s = self._settings.hello_repeat_s, _INTERVAL_RANGE_S[1]
+        self._due_s = now + _clamped(message.retry_s, shortest_s, longest_s)
         return True
 
     def report(self, message: AttemptFailed) -> Effect:
@@ -145,3 +145,8 @@ class Session:
         if self.state is SessionState.REFUSED:
             return self._due_s
         return min(self._due_s, self._heard_s + self.lost_after_s)
+
+
+def _clamped(value: float, lowest: float, highest: float) -> float:
+    """``value`` within bounds; not-a-number becomes the lowest."""
+    return min(value, highest) if value >= lowest else lowest

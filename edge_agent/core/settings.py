@@ -8,8 +8,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     ``slots`` is the engine's number of concurrent sequences. ``prefetch_sequences`` is how many
     more may wait for a slot or for weights: far above what a scheduler prefetches, it only bounds
-    memory. ``max_held`` bounds the attempts held at once, spooled ones included, so that an
-    inventory of all of them fits into one control frame.
+    memory, as does ``max_attempt_sequences`` for a single attempt. ``max_held`` bounds the
+    attempts held at once, spooled ones included, so that an inventory of all of them fits into
+    one control frame.
     """
 
     slots: int
@@ -19,6 +20,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     rewards: tuple[str, ...] = ()
     labels: dict[str, str] = {}
     prefetch_sequences: int = 512
+    max_attempt_sequences: int = 4096
     max_held: int = 1024
     spool_bytes: int = 2**30
     upload_window_bytes: int = 8 * 2**20

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from transport.errors import ChecksumMismatch, FarflowError, ModelError, StoreError
+from transport.errors import FarflowError, ModelError, StoreError
 from transport.weights.blobs import disk_errors, sync_folder, write_durably
-from transport.weights.digest import StateDigest
 from transport.weights.manifest import (
     INDEX_NAME,
     MAX_ARTEFACT_BYTES,
-    VersionManifest,
     is_artefact_name,
 )
 from transport.weights.tensors import Buffer, TensorBytes, read_safetensors, safetensors_parts
@@ -124,28 +122,6 @@ def snapshot_files(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     files[INDEX_NAME] = [msgspec.json.encode(index)]
     return files
-
-
-def read_snapshot(
-    files: Mapping[str, Buffer], manifest: VersionManifest
-) -> tuple[dict[str, TensorBytes], StateDigest]:
-    """Weights out of a snapshot's files, as views, verified against the manifest's digest.
-
-    Raises:
-        IntegrityError: a file is malformed.
-        ChecksumMismatch: it is another state than the manifest says.
-    """
-    tensors: dict[str, TensorBytes] = {}
-    for name, data in files.items():
-        if name != INDEX_NAME:
-            tensors.update(read_safetensors(data))
-    digests = StateDigest.of(tensors)
-    if digests.hex != manifest.digest:
-        raise ChecksumMismatch(
-            f"snapshot {manifest.version} of {manifest.policy} has digest {digests.hex[:12]}, "
-            f"the manifest says {manifest.digest[:12]}"
-        )
-    return dict(sorted(tensors.items())), digests
 
 
 def write_model_folder(

@@ -6,17 +6,13 @@ digest, or a snapshot. ``check_plan`` accepts a plan only if every manifest in i
 all this is so; the digest of the resulting state is checked again when it is applied.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from transport.errors import RemoteProtocolError, SizeLimitExceeded
 from transport.messages import WeightsPlan
-from transport.weights.manifest import (
-    FileEntry,
-    SignedManifest,
-    VersionManifest,
-    verify,
-)
+from transport.weights.manifest import FileEntry, SignedManifest, VersionManifest, verify
+from transport.weights.manifest_folder import StoredManifest
 
 MAX_PLAN_STEPS = 4096
 
@@ -43,34 +39,65 @@ def lineage(parents: Mapping[int, int | None], version: int) -> list[int]:
 
 def cheapest_route(
     parents: Mapping[int, int | None],
-    delta_bytes: Mapping[int, int],
-    snapshot_bytes: Mapping[int, int],
+    delta_bytes: Callable[[int], int | None],
+    snapshot_bytes: Callable[[int], int | None],
     *,
     have: int | None,
     target: int,
 ) -> Route | None:
     """The way to ``target`` that moves the fewest bytes; on a tie what the agent has wins.
 
-    ``delta_bytes`` and ``snapshot_bytes`` hold the versions whose delta (against the parent) or
-    snapshot can be served. None when no snapshot and nothing held leads there.
+    ``delta_bytes`` and ``snapshot_bytes`` give a version's file sizes, None where it cannot be
+    served; they are asked only as far back as may matter. None when no snapshot and nothing held
+    leads there.
     """
     best: Route | None = None
     deltas: list[int] = []
     chain_bytes = 0
     cursor: int | None = target
-    while cursor is not None:
-        if cursor == have and (best is None or chain_bytes <= best.size_bytes):
-            best = Route(cursor, False, tuple(deltas[::-1]), chain_bytes)
-        if cursor in snapshot_bytes:
-            size = chain_bytes + snapshot_bytes[cursor]
-            if best is None or size < best.size_bytes:
-                best = Route(cursor, True, tuple(deltas[::-1]), size)
-        if cursor not in delta_bytes:
+    while cursor is not None and cursor in parents:
+        if cursor == have:
+            if best is None or chain_bytes <= best.size_bytes:
+                best = Route(cursor, False, tuple(deltas[::-1]), chain_bytes)
+            break
+        snapshot = snapshot_bytes(cursor)
+        if snapshot is not None and (best is None or chain_bytes + snapshot < best.size_bytes):
+            best = Route(cursor, True, tuple(deltas[::-1]), chain_bytes + snapshot)
+        delta = delta_bytes(cursor)
+        if delta is None or (best is not None and chain_bytes + delta > best.size_bytes):
             break
         deltas.append(cursor)
-        chain_bytes += delta_bytes[cursor]
-        cursor = parents.get(cursor)
+        chain_bytes += delta
+        cursor = parents[cursor]
     return best
+
+
+def check_successor(manifest: VersionManifest, versions: Mapping[int, StoredManifest]) -> None:
+    """Whether a version may join the tree of stored ones: a new number, and either the root with
+    a snapshot or a delta against a stored parent.
+
+    Raises:
+        RemoteProtocolError: it may not; says why.
+    """
+    where = f"version {manifest.version} of {manifest.policy}"
+    if versions and manifest.version <= max(versions):
+        free = max(versions) + 1
+        raise RemoteProtocolError(f"{where}: the number is used; the next one is {free}")
+    kinds = {entry.kind for entry in manifest.files}
+    if manifest.parent is None:
+        if versions:
+            raise RemoteProtocolError(f"{where} has no parent, but versions exist")
+        if "snapshot" not in kinds or "delta" in kinds:
+            raise RemoteProtocolError(f"{where} needs a snapshot and no delta")
+        return
+    parent = versions.get(manifest.parent)
+    if parent is None or parent.manifest.digest != manifest.base_digest:
+        raise RemoteProtocolError(f"{where}: parent {manifest.parent} is unknown or another")
+    before = parent.manifest
+    if (before.run, before.fingerprint) != (manifest.run, manifest.fingerprint):
+        raise RemoteProtocolError(f"{where} is of another run or model than its parent")
+    if kinds != {"delta"}:
+        raise RemoteProtocolError(f"{where} needs one delta and nothing else")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,104 @@
+"""The ladders of all policies that an agent hosts, and what their events mean."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from edge_agent.core.effects import Effect
+from edge_agent.core.events import (
+    CopyDiscarded,
+    CopyOpened,
+    Event,
+    PlanStaged,
+    StageFailed,
+    SwapFailed,
+    WeightsSwapped,
+)
+from edge_agent.core.journal import Journal
+from edge_agent.core.ladder import Ladder
+from edge_agent.core.settings import AgentSettings
+from transport.errors import InvariantViolation
+from transport.messages import VersionRef, WeightsPlan
+
+if TYPE_CHECKING:
+    from random import Random
+
+
+class Weights:
+    """Ladders by policy id. A policy that the scheduler no longer wants is kept until its last
+    attempt is over; then its copy is dropped."""
+
+    def __init__(self, settings: AgentSettings, journal: Journal, rng: "Random") -> None:
+        self._settings = settings
+        self._journal = journal
+        self._rng = rng
+        self._ladders: dict[str, Ladder] = {}
+
+    def __iter__(self) -> Iterator[Ladder]:
+        return iter(tuple(self._ladders.values()))
+
+    def find(self, policy: str) -> Ladder | None:
+        return self._ladders.get(policy)
+
+    def of(self, policies: tuple[str, ...]) -> list[Ladder]:
+        """The ladders of policies that are known to be here."""
+        return [self._ladders[policy] for policy in policies]
+
+    def serving(self) -> dict[str, VersionRef]:
+        found = {name: ladder.serving() for name, ladder in self._ladders.items()}
+        return {name: ref for name, ref in found.items() if ref is not None}
+
+    def host(self, policies: tuple[str, ...]) -> list[Effect]:
+        """Host exactly ``policies`` from now on."""
+        effects: list[Effect] = []
+        for ladder in self._ladders.values():
+            ladder.hosted = ladder.policy in policies
+        for policy in policies:
+            if policy not in self._ladders:
+                self._ladders[policy] = Ladder(policy, self._settings, self._rng)
+                effects += self._ladders[policy].open()
+        return effects
+
+    def planned(self, plan: WeightsPlan) -> list[Effect]:
+        ladder = self._ladders.get(plan.policy)
+        if ladder is None:
+            self._journal.count("weights.unknown_plan")
+            return []
+        return ladder.planned(plan)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in what the shell reports about a copy; unknown policies are ignored."""
+        match event:
+            case CopyOpened(policy=policy, version=version, digest=digest):
+                ladder = self._ladders.get(policy)
+                self._journal.note(policy, f"opened at {version}")
+                return [] if ladder is None else ladder.opened(version, digest, now)
+            case PlanStaged(policy=policy, ticket=ticket):
+                ladder = self._ladders.get(policy)
+                return [] if ladder is None else ladder.staged(ticket)
+            case StageFailed(policy=policy, ticket=ticket, code=code, detail=detail):
+                ladder = self._ladders.get(policy)
+                self._journal.count("weights.stage_failed")
+                self._journal.note(policy, f"stage failed: {code}: {detail}")
+                return [] if ladder is None else ladder.stage_failed(ticket, code, now)
+            case WeightsSwapped(policy=policy, version=version):
+                ladder = self._ladders.get(policy)
+                self._journal.note(policy, f"swapped to {version}")
+                return [] if ladder is None else ladder.swapped(event, now)
+            case SwapFailed(policy=policy, ticket=ticket, code=code, detail=detail):
+                ladder = self._ladders.get(policy)
+                self._journal.count("weights.swap_failed")
+                self._journal.note(policy, f"swap failed: {code}: {detail}")
+                return [] if ladder is None else ladder.swap_failed(ticket)
+            case CopyDiscarded(policy=policy):
+                return self._discarded(policy, now)
+            case _:
+                raise InvariantViolation(f"unknown event {type(event).__name__}")
+
+    def _discarded(self, policy: str, now: float) -> list[Effect]:
+        ladder = self._ladders.get(policy)
+        if ladder is None:
+            return []
+        if not ladder.hosted:
+            del self._ladders[policy]
+            return []
+        return ladder.discarded(now)

@@ -1,0 +1,358 @@
+"""A whole deployment as child processes on this machine: links, scheduler, trainers, agents.
+
+What always holds: every child stops when this process ends, in whatever way (its standard input
+closes); a child that dies is started again with growing delays, except one that finished with
+status 0 or refused its configuration; ports stay the same over a restart of the scheduler.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+
+from farflow.run_folder import RunFolder
+from farflow.up_config import LocalAgent, UpConfig
+from transport.errors import ConfigError
+from transport.ids import policy_id
+from transport.keys import create_keys, trainer_name
+from transport.runs import RunSpec
+from transport.runtime.origin import EXIT_CONFIG
+from transport.runtime.processes import (
+    ChildProcess,
+    ChildSpec,
+    ProcessFailed,
+    RestartPolicy,
+    start_child,
+)
+from transport.runtime.settings import TransportConfig
+
+PLANES = ("control", "trajectories", "weights")
+NO_LINK = "local"
+"""The link profile that needs no emulator."""
+
+_RESTART = RestartPolicy(first_delay_s=0.2, max_delay_s=5.0, max_restarts=30)
+
+_T = TypeVar("_T")
+
+_log = structlog.get_logger()
+
+
+class _Kept:
+    """One child that is kept running."""
+
+    def __init__(self, name: str, spec: ChildSpec) -> None:
+        self.name = name
+        self.spec = spec
+        self.child: ChildProcess | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.restarts = 0
+        self.finished = asyncio.Event()
+
+
+class LocalDeployment:
+    """Starts, keeps and stops the processes of ``farflow up``."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        overrides: tuple[str, ...],
+        up: UpConfig,
+        agents: list[LocalAgent],
+        spec: RunSpec,
+    ) -> None:
+        self.folder = folder
+        self.spec = spec
+        self.up = up
+        self.agents = agents
+        self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._overrides = overrides
+        self._kept: dict[str, _Kept] = {}
+        self._ports: dict[str, int] = {}
+        self._stopping = False
+        self._late: list[asyncio.Task[None]] = []
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the policies that have a trainer here."""
+        return [name for name, policy in self.spec.policies.items() if policy.trained]
+
+    def transport(self) -> TransportConfig:
+        """How an operator on this machine reaches the scheduler."""
+        return msgspec.structs.replace(
+            self.up.transport,
+            host="127.0.0.1",
+            keys=str(self.folder.keys),
+            control_port=self._ports["control"],
+            trajectories_port=self._ports["trajectories"],
+            weights_port=self._ports["weights"],
+        )
+
+    @property
+    def operator_key(self) -> Path:
+        return self.folder.keys / "operator.toml"
+
+    async def start(self) -> None:
+        """Start everything; returns when scheduler and links are ready.
+
+        Raises:
+            ProcessFailed: a process did not start; quotes its log.
+        """
+        create_keys(
+            self.folder.keys,
+            agents=[agent.name for agent in self.agents],
+            trainers=[policy_id(self.spec.name, name) for name in self.trained],
+        )
+        await self._start_scheduler()
+        for name in self.trained:
+            self._keep(f"trainer-{name}", self._trainer_argv(name))
+        async with asyncio.TaskGroup() as group:
+            for agent in self.agents:
+                group.create_task(self._start_agent(agent))
+
+    async def stop(self, within_s: float) -> None:
+        """Ask everything to stop: agents and trainers first, so that they can hand back and
+        save; whatever still runs after ``within_s`` is killed."""
+        self._stopping = True
+        for task in self._late:
+            task.cancel()
+        deadline = asyncio.get_running_loop().time() + within_s
+        edge = [k for k in self._kept.values() if k.name != "scheduler" and not _is_link(k.name)]
+        rest = [k for k in self._kept.values() if k not in edge]
+        for kept, share in ((edge, 0.7), (rest, 1.0)):
+            left = deadline - asyncio.get_running_loop().time()
+            await asyncio.gather(
+                *(self._terminate(k, max(0.1, left * share)) for k in kept),
+            )
+
+    def child(self, name: str) -> ChildProcess:
+        """The running process of that name: ``scheduler``, ``trainer-NAME``, ``agent-NAME``,
+        ``link-NAME``."""
+        child = self._kept[name].child
+        if child is None:
+            raise ProcessFailed(f"{name} is not running")
+        return child
+
+    def restarts(self, name: str) -> int:
+        """How often that process was started again."""
+        return self._kept[name].restarts
+
+    def trainers_finished(self) -> bool:
+        return all(self._kept[f"trainer-{name}"].finished.is_set() for name in self.trained)
+
+    def command_link(self, agent: str, command: Mapping[str, Any]) -> None:
+        """Tell an agent's link emulator something, for example ``{"down": 2.0}``."""
+        self.child(f"link-{agent}").write_line(json.dumps(command).encode())
+
+    # ---- starting ------------------------------------------------------------------------------
+
+    async def _start_scheduler(self) -> None:
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def on_ready(line: Mapping[str, Any]) -> None:
+            if not self._ports:
+                self._ports = {plane: int(line["ports"][plane]) for plane in PLANES}
+                # From now on a restarted scheduler must listen where its peers look for it.
+                self._kept["scheduler"].spec = self._child_spec(
+                    "scheduler", self._scheduler_argv(self._ports)
+                )
+            if not ready.done():
+                ready.set_result(None)
+
+        self._keep("scheduler", self._scheduler_argv(dict.fromkeys(PLANES, 0)), on_ready)
+        await self._first(ready)
+
+    async def _start_agent(self, agent: LocalAgent) -> None:
+        ports = self._ports
+        if agent.link != NO_LINK:
+            ports = await self._start_link(agent)
+        argv = self._agent_argv(agent, ports)
+        if agent.join_after_s:
+            self._late.append(asyncio.create_task(self._join(agent, argv)))
+        else:
+            self._keep(f"agent-{agent.name}", argv)
+
+    async def _join(self, agent: LocalAgent, argv: list[str]) -> None:
+        await asyncio.sleep(agent.join_after_s)
+        self._keep(f"agent-{agent.name}", argv)
+
+    async def _start_link(self, agent: LocalAgent) -> dict[str, int]:
+        name = f"link-{agent.name}"
+        table = self.up.links.get(agent.link)
+        argv = [*_FARFLOW, "sim", "link", "run", "--stop-on-eof", "--log-level", "warning"]
+        argv += ["--profile", NO_LINK if table is not None else agent.link]
+        for plane in PLANES:
+            argv += ["--target", f"{plane}=127.0.0.1:{self._ports[plane]}"]
+        ports: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+
+        async def on_ready(line: Mapping[str, Any]) -> None:
+            found = {plane: int(line["targets"][plane]["port"]) for plane in PLANES}
+            if table is not None:
+                kept = self._kept[name]
+                assert kept.child is not None  # noqa: S101 - it has just said that it is ready
+                kept.child.write_line(json.dumps({"profile": table}).encode())
+                reply = json.loads(await kept.child.read_line(self.up.local.start_s))
+                if "error" in reply:
+                    raise ConfigError(f"links.{agent.link}: {reply['error']}")
+            if not ports.done():
+                ports.set_result(found)
+                listen = [f"{plane}=127.0.0.1:{found[plane]}" for plane in PLANES]
+                extra = [part for text in listen for part in ("--listen", text)]
+                self._kept[name].spec = self._child_spec(name, [*argv, *extra])
+
+        self._keep(name, argv, on_ready)
+        return await self._first(ports)
+
+    async def _first(self, ready: asyncio.Future[_T]) -> _T:
+        """The result of ``ready``, or the failure of the deployment if that comes first."""
+        done, _ = await asyncio.wait({ready, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+        if ready in done:
+            return ready.result()
+        raise ProcessFailed(self.failure.result())
+
+    # ---- keeping -------------------------------------------------------------------------------
+
+    def _keep(
+        self,
+        name: str,
+        argv: list[str],
+        on_ready: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None,
+    ) -> None:
+        kept = _Kept(name, self._child_spec(name, argv))
+        self._kept[name] = kept
+        kept.task = asyncio.create_task(self._keep_running(kept, on_ready), name=name)
+
+    async def _keep_running(
+        self,
+        kept: _Kept,
+        on_ready: Callable[[Mapping[str, Any]], Awaitable[None]] | None,
+    ) -> None:
+        try:
+            while not self._is_stopping():
+                kept.child = await start_child(kept.spec)
+                line = await self._ready_line(kept.child)
+                if line is not None and on_ready is not None:
+                    await on_ready(line)
+                status = await kept.child.wait()
+                if status == 0:
+                    kept.finished.set()
+                    return
+                if self._is_stopping():
+                    return
+                _log.warning("process.ended", name=kept.name, status=status)
+                if status == EXIT_CONFIG:
+                    raise kept.child.failure("refuses its configuration")
+                kept.restarts += 1
+                if kept.restarts > _RESTART.max_restarts:
+                    raise kept.child.failure(f"ended {kept.restarts} times")
+                await asyncio.sleep(_RESTART.delay_s(kept.restarts))
+        except (ProcessFailed, ConfigError) as error:
+            if not self.failure.done():
+                self.failure.set_result(str(error))
+
+    def _is_stopping(self) -> bool:
+        return self._stopping
+
+    async def _ready_line(self, child: ChildProcess) -> Mapping[str, Any] | None:
+        """The first line that a child says; None when it ended before (its status tells why)."""
+        try:
+            line = await child.read_line(self.up.local.start_s)
+        except ProcessFailed:
+            if child.returncode is None:
+                child.kill()
+                raise
+            return None
+        parsed: Mapping[str, Any] = json.loads(line)
+        return parsed
+
+    async def _terminate(self, kept: _Kept, grace_s: float) -> None:
+        if kept.child is not None:
+            await kept.child.terminate(grace_s)
+        if kept.task is not None:
+            kept.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await kept.task
+
+    def _child_spec(self, name: str, argv: list[str]) -> ChildSpec:
+        return ChildSpec(
+            name=name,
+            argv=tuple(argv),
+            log_path=self.folder.logs / f"{name}.log",
+            capture_stdout=True,
+            grace_s=self.up.local.stop_s,
+        )
+
+    # ---- command lines -------------------------------------------------------------------------
+
+    def _daemon_argv(self, verb: str, settings: Mapping[str, Any]) -> list[str]:
+        argv = [*_FARFLOW, verb, "run", "--stop-on-eof", "--config", str(self.folder.config)]
+        common = {"transport.keys": str(self.folder.keys), "transport.reconnect_max_s": 5.0}
+        for text in self._overrides:
+            argv += ["--set", text]
+        for key, value in {**common, **settings}.items():
+            argv += ["--set", f"{key}={json.dumps(value)}"]
+        return argv
+
+    def _scheduler_argv(self, ports: Mapping[str, int]) -> list[str]:
+        return self._daemon_argv(
+            "scheduler",
+            {
+                "scheduler.folder": str(self.folder.scheduler),
+                "transport.host": "127.0.0.1",
+                **_port_settings(ports),
+            },
+        )
+
+    def _trainer_argv(self, name: str) -> list[str]:
+        policy = policy_id(self.spec.name, name)
+        key = trainer_name(policy)
+        return self._daemon_argv(
+            "trainer",
+            {
+                "trainer.policy": policy,
+                "trainer.folder": str(self.folder.trainer(name)),
+                "trainer.key": str(self.folder.keys / f"{key}.toml"),
+                "trainer.signing_key": str(self.folder.keys / "signing" / f"{key}.toml"),
+                "transport.host": "127.0.0.1",
+                **_port_settings(self._ports),
+            },
+        )
+
+    def _agent_argv(self, agent: LocalAgent, ports: Mapping[str, int]) -> list[str]:
+        settings = {f"agent.{key}": value for key, value in _flat(agent.settings)}
+        return self._daemon_argv(
+            "agent",
+            {
+                **settings,
+                "agent.folder": str(self.folder.agent(agent.name)),
+                "agent.key": str(self.folder.keys / f"{agent.name}.toml"),
+                "transport.host": "127.0.0.1",
+                **_port_settings(ports),
+            },
+        )
+
+
+_FARFLOW = (sys.executable, "-m", "farflow")
+
+
+def _port_settings(ports: Mapping[str, int]) -> dict[str, int]:
+    return {f"transport.{plane}_port": ports[plane] for plane in PLANES}
+
+
+def _is_link(name: str) -> bool:
+    return name.startswith("link-")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat.extend(_flat(value, f"{prefix}{key}."))
+        else:
+            flat.append((f"{prefix}{key}", value))
+    return flat

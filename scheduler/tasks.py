@@ -1,0 +1,332 @@
+"""Items of a run, made from its ``TaskSpec``.
+
+What always holds:
+
+1. An item is a pure function of (task, seed, kind, index): asking again, in any order, in another
+   process, gives the same item.
+2. An item belongs to the held-out part iff ``is_held_out(prompt)``; the kinds ``train`` and
+   ``eval`` are therefore disjoint whatever the source does, also for prompts that come twice.
+3. Evaluation items 0, 1, 2 ... have distinct prompts as long as the source has distinct ones left;
+   from then on the same items come again in the same order, and ``distinct_held_out`` says how
+   many there are.
+4. What a source gets wrong (data set, setting, file, line, field) is a ``TaskError`` that names it.
+
+Foreign generators draw from small fixed-size blocks with a seed of their own, because some of them
+make all their items at once and because a position must be found without making all before it.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+
+from transport.errors import TaskError
+from transport.messages import Item
+from transport.runs import TaskSpec
+
+Kind = Literal["train", "eval"]
+
+MAX_FILE_BYTES: Final = 1 << 30
+MAX_ITEM_BYTES: Final = 64 * 1024
+"""Prompt, answer and meta of one item; several items travel in one control frame."""
+
+TRAIN_BLOCK_ITEMS: Final = 64
+TRAIN_BLOCK_DRAWS: Final = 96
+"""Draws per generator of a training block: 64 items need 80 with one in five held out."""
+
+EVAL_BLOCK_DRAWS: Final = 320
+MAX_BLOCK_ROUNDS: Final = 64
+"""A training block gives up after so many generators: nearly everything is held out."""
+
+MAX_MISSES: Final = 512
+"""Held-out prompts in a row that were all seen before, until no new one is expected: with one
+percent of the prompts unseen this ends too early in one case of 170."""
+
+MAX_DRAWS_WITHOUT_HELD_OUT: Final = 64
+"""Times ``held_out_one_in``: so many draws, and not one held out (by chance: e^-64)."""
+
+
+def is_held_out(prompt: str, one_in: int) -> bool:
+    """Whether a prompt is never trained on: SHA-256 of its UTF-8 text, modulo ``one_in``."""
+    return int.from_bytes(hashlib.sha256(prompt.encode()).digest(), "big") % one_in == 0
+
+
+class ItemSource(Protocol):
+    """Makes items of one run."""
+
+    def items(self, kind: Kind, start: int, count: int) -> list[Item]:
+        """Items ``start`` to ``start + count - 1``.
+
+        Raises:
+            TaskError: the source cannot give them.
+        """
+        ...
+
+    def distinct_held_out(self) -> int | None:
+        """How many distinct evaluation items there are, None while no end was seen."""
+        ...
+
+
+def open_source(task: TaskSpec, seed: int) -> ItemSource:
+    """The source that ``task`` describes, checked as far as possible before the first item.
+
+    Raises:
+        TaskError: unknown data set or setting, missing or malformed file.
+    """
+    if task.source == "jsonl":
+        return JsonlSource(task, seed)
+    return ReasoningGymSource(task, seed)
+
+
+def check_item(item: Item, where: str) -> Item:
+    """Raises TaskError for an empty prompt or an item above ``MAX_ITEM_BYTES``."""
+    if not item.prompt.strip():
+        raise TaskError(f"{where}: prompt: is empty")
+    size_bytes = len(item.prompt.encode()) + len(item.answer.encode()) + len(item.meta.encode())
+    if size_bytes > MAX_ITEM_BYTES:
+        raise TaskError(
+            f"{where}: {size_bytes} bytes of prompt, answer and meta; at most {MAX_ITEM_BYTES}"
+        )
+    return item
+
+
+# ---- reasoning-gym ---------------------------------------------------------------------------
+
+
+class ReasoningGymSource:
+    """Procedural data sets with verifiers. ``meta`` is the entry as JSON, for ``score_answer``."""
+
+    def __init__(self, task: TaskSpec, seed: int) -> None:
+        self._one_in = task.held_out_one_in
+        self._dataset = task.dataset
+        self._settings = task.settings
+        self._seed = seed
+        self._where = f"reasoning-gym {task.dataset!r}"
+        self._block: tuple[int, list[Item]] = (-1, [])
+        self._held_out: list[Item] = []
+        self._held_out_draws = 0
+        self._held_out_prompts: set[bytes] = set()
+        self._held_out_complete = False
+        self._evaluation_block: Sequence[Any] = ()
+        self._check_settings()
+        self._generator(0, 1)
+
+    def items(self, kind: Kind, start: int, count: int) -> list[Item]:
+        if kind == "train":
+            return [self._train_item(index) for index in range(start, start + count)]
+        self._extend_held_out(start + count)
+        found = self._held_out
+        return [
+            msgspec.structs.replace(found[index % len(found)], index=index)
+            for index in range(start, start + count)
+        ]
+
+    def distinct_held_out(self) -> int | None:
+        return len(self._held_out) if self._held_out_complete else None
+
+    def _train_item(self, index: int) -> Item:
+        block, position = divmod(index, TRAIN_BLOCK_ITEMS)
+        if self._block[0] != block:
+            self._block = (block, self._train_block(block))
+        return self._block[1][position]
+
+    def _train_block(self, block: int) -> list[Item]:
+        items: list[Item] = []
+        first = block * TRAIN_BLOCK_ITEMS
+        for round_ in range(MAX_BLOCK_ROUNDS):
+            entries = self._generator(self._derived("train", block, round_), TRAIN_BLOCK_DRAWS)
+            for position in range(TRAIN_BLOCK_DRAWS):
+                item = self._item(entries[position], first + len(items))
+                if not is_held_out(item.prompt, self._one_in):
+                    items.append(item)
+                    if len(items) == TRAIN_BLOCK_ITEMS:
+                        return items
+        raise TaskError(
+            f"{self._where}: {MAX_BLOCK_ROUNDS * TRAIN_BLOCK_DRAWS} entries hold only {len(items)} "
+            "to train on; choose settings with more different prompts"
+        )
+
+    def _extend_held_out(self, count: int) -> None:
+        misses = since_held_out = 0
+        while len(self._held_out) < count and not self._held_out_complete:
+            item = self._next_evaluation_draw()
+            if not is_held_out(item.prompt, self._one_in):
+                since_held_out += 1
+                if since_held_out > MAX_DRAWS_WITHOUT_HELD_OUT * self._one_in:
+                    self._held_out_complete = True
+                continue
+            since_held_out = 0
+            prompt = hashlib.sha256(item.prompt.encode()).digest()
+            if prompt in self._held_out_prompts:
+                misses += 1
+                self._held_out_complete = misses >= MAX_MISSES
+                continue
+            misses = 0
+            self._held_out_prompts.add(prompt)
+            self._held_out.append(item)
+        if not self._held_out:
+            raise TaskError(
+                f"{self._where}: no held-out prompt found; choose settings with more different "
+                "prompts, or lower task.held_out_one_in"
+            )
+
+    def _next_evaluation_draw(self) -> Item:
+        block, position = divmod(self._held_out_draws, EVAL_BLOCK_DRAWS)
+        if position == 0:
+            seed = self._derived("eval", block, 0)
+            self._evaluation_block = self._generator(seed, EVAL_BLOCK_DRAWS)
+        self._held_out_draws += 1
+        return self._item(self._evaluation_block[position], len(self._held_out))
+
+    def _derived(self, kind: Kind, block: int, round_: int) -> int:
+        """Seed of one generator; below 2**31, because generators add positions to it."""
+        text = f"{self._seed}/{kind}/{block}/{round_}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
+
+    def _check_settings(self) -> None:
+        try:
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise TaskError(
+                f"{self._where}: reasoning-gym is not installed; pip install 'farflow[tasks]'"
+            ) from error
+        if self._dataset not in DATASETS:
+            raise TaskError(
+                f"task.dataset: reasoning-gym has no data set {self._dataset!r}; it has"
+                f" {', '.join(sorted(DATASETS))}"
+            )
+        known = DATASETS[self._dataset][1].__dataclass_fields__
+        for name in self._settings:
+            if name in ("seed", "size"):
+                raise TaskError(f"task.settings.{name}: is chosen by the scheduler; remove it")
+            if name not in known:
+                own = ", ".join(sorted(set(known) - {"seed", "size"}))
+                raise TaskError(
+                    f"task.settings.{name}: {self._dataset!r} has no such setting; it has {own}"
+                )
+
+    def _generator(self, seed: int, size: int) -> Sequence[Any]:
+        import reasoning_gym
+
+        try:
+            dataset: Sequence[Any] = reasoning_gym.create_dataset(
+                self._dataset, seed=seed, size=size, **self._settings
+            )
+        except (AssertionError, TypeError, ValueError) as error:
+            raise TaskError(f"task.settings: {self._dataset!r} refuses them: {error}") from error
+        return dataset
+
+    def _item(self, entry: Mapping[str, Any], index: int) -> Item:
+        try:
+            meta = json.dumps(entry, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TaskError(f"{self._where}: its entries are not JSON: {error}") from error
+        # Some data sets have no single answer; their verifier works from the metadata alone.
+        answer = entry["answer"]
+        item = Item(
+            index=index,
+            prompt=entry["question"],
+            answer="" if answer is None else str(answer),
+            meta=meta,
+        )
+        return check_item(item, self._where)
+
+
+# ---- JSON lines ------------------------------------------------------------------------------
+
+
+class _Line(msgspec.Struct, frozen=True):
+    prompt: str
+    answer: str
+    id: str | int = ""
+
+
+class JsonlSource:
+    """A file with one object per line: ``prompt``, ``answer`` and perhaps ``id``; other keys are
+    ignored. All of it is checked at the start.
+
+    Training index ``pass * lines + position`` is position in a shuffle of its own for every pass
+    over the file; evaluation goes through the held-out prompts in the order of the file.
+    """
+
+    def __init__(self, task: TaskSpec, seed: int) -> None:
+        self._path = Path(task.path)
+        self._seed = seed
+        self._train: list[Item] = []
+        self._held_out: list[Item] = []
+        self._pass = -1
+        self._order: list[int] = []
+        self._load(task.held_out_one_in)
+
+    def items(self, kind: Kind, start: int, count: int) -> list[Item]:
+        part = self._train if kind == "train" else self._held_out
+        if not part:
+            raise TaskError(
+                f"{self._path}: no line is {'for training' if kind == 'train' else 'held out'}; "
+                "add lines, or change task.held_out_one_in"
+            )
+        items = []
+        for index in range(start, start + count):
+            pass_, position = divmod(index, len(part))
+            if kind == "train":
+                position = self._shuffled(pass_)[position]
+            items.append(msgspec.structs.replace(part[position], index=index))
+        return items
+
+    def distinct_held_out(self) -> int | None:
+        return len(self._held_out)
+
+    def _shuffled(self, pass_: int) -> list[int]:
+        if self._pass != pass_:
+            self._order = list(range(len(self._train)))
+            random.Random(f"{self._seed}/{pass_}").shuffle(self._order)  # noqa: S311 - no secret
+            self._pass = pass_
+        return self._order
+
+    def _load(self, one_in: int) -> None:
+        decoder = msgspec.json.Decoder(_Line)
+        seen: set[bytes] = set()
+        try:
+            if self._path.stat().st_size > MAX_FILE_BYTES:
+                raise TaskError(f"{self._path}: larger than {MAX_FILE_BYTES} bytes; split it")
+            with open(self._path, "rb") as file:
+                for number, raw in enumerate(file, start=1):
+                    if raw.strip():
+                        self._take(decoder, raw, number, one_in, seen)
+        except OSError as error:
+            reason = error.strerror or error
+            raise TaskError(f"task.path: {self._path}: {reason}; check the path") from error
+        if not self._train and not self._held_out:
+            raise TaskError(f"{self._path}: has no lines")
+
+    def _take(
+        self,
+        decoder: msgspec.json.Decoder[_Line],
+        raw: bytes,
+        number: int,
+        one_in: int,
+        seen: set[bytes],
+    ) -> None:
+        where = f"{self._path}:{number}"
+        try:
+            line = decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            reason, _, place = str(error).partition(" - at `$.")
+            field = place.rstrip("`")
+            raise TaskError(f"{where}: {f'{field}: ' if field else ''}{reason}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TaskError(f"{where}: not a JSON object: {error}") from error
+        meta = json.dumps({"id": line.id}) if line.id != "" else ""
+        item = Item(index=0, prompt=line.prompt, answer=line.answer, meta=meta)
+        check_item(item, where)
+        if not is_held_out(line.prompt, one_in):
+            self._train.append(item)
+            return
+        prompt = hashlib.sha256(line.prompt.encode()).digest()
+        if prompt not in seen:
+            seen.add(prompt)
+            self._held_out.append(item)

@@ -1,0 +1,152 @@
+"""Items of task sources: pure, disjoint, distinct, and clear about what is wrong."""
+
+import json
+import random
+
+import pytest
+
+from scheduler.tasks import JsonlSource, ReasoningGymSource, is_held_out, open_source
+from transport.errors import TaskError
+from transport.runs import TaskSpec
+
+
+def gym(dataset: str = "chain_sum", seed: int = 7, **settings) -> ReasoningGymSource:
+    task = TaskSpec(source="reasoning-gym", dataset=dataset, settings=settings, held_out_one_in=5)
+    return open_source(task, seed)
+
+
+def two_digit_sums(seed: int = 7) -> ReasoningGymSource:
+    return gym(seed=seed, min_terms=2, max_terms=2, min_digits=2, max_digits=2)
+
+
+def jsonl(path, lines, one_in: int = 5, seed: int = 3) -> JsonlSource:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return open_source(TaskSpec(source="jsonl", path=str(path), held_out_one_in=one_in), seed)
+
+
+def numbered(count: int) -> list[str]:
+    return [
+        json.dumps({"prompt": f"what is {i}?", "answer": str(i), "id": i}) for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_items_are_the_same_in_any_order_and_in_any_source_of_the_same_seed(kind):
+    whole = two_digit_sums().items(kind, 0, 300)
+    assert [item.index for item in whole] == list(range(300))
+    again = two_digit_sums()
+    for start, count in [(290, 10), (0, 1), (63, 3), (128, 70), (5, 5)]:
+        assert again.items(kind, start, count) == whole[start : start + count]
+    other = two_digit_sums(seed=8).items(kind, 0, 300)
+    assert sum(a.prompt == b.prompt for a, b in zip(whole, other, strict=True)) < 30
+
+
+def test_training_and_held_out_items_are_disjoint_and_the_hash_decides():
+    source = two_digit_sums()
+    train = {item.prompt for item in source.items("train", 0, 2000)}
+    held_out = {item.prompt for item in source.items("eval", 0, 1024)}
+    assert not train & held_out
+    assert all(is_held_out(prompt, 5) for prompt in held_out)
+    assert not any(is_held_out(prompt, 5) for prompt in train)
+    assert len(train) > 1500
+
+
+def test_held_out_prompts_are_distinct():
+    prompts = [item.prompt for item in two_digit_sums().items("eval", 0, 1024)]
+    assert len(set(prompts)) == 1024
+
+
+def test_a_small_data_set_says_how_many_distinct_held_out_items_it_has_and_repeats_them():
+    source = gym(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    items = source.items("eval", 0, 300)
+    distinct = source.distinct_held_out()
+    assert distinct == len({item.prompt for item in items})
+    assert 10 < distinct < 100
+    assert [item.prompt for item in items[distinct : 2 * distinct]] == [
+        item.prompt for item in items[:distinct]
+    ]
+    assert items[distinct].index == distinct
+
+
+def test_the_verifier_of_the_data_set_accepts_the_answer_with_the_meta_of_the_item():
+    import reasoning_gym
+
+    item = two_digit_sums().items("train", 41, 1)[0]
+    score = reasoning_gym.create_dataset("chain_sum").score_answer
+    assert score(item.answer, json.loads(item.meta)) == 1.0
+    assert score("no", json.loads(item.meta)) < 1.0
+
+
+@pytest.mark.parametrize("dataset", ["word_ladder", "acre", "graph_color", "list_functions"])
+def test_eager_and_answerless_data_sets_work_too(dataset):
+    source = gym(dataset)
+    items = source.items("train", 3, 2)
+    assert gym(dataset).items("train", 3, 2) == items
+    assert all(item.prompt and item.meta for item in items)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "settings", "complaint"),
+    [
+        ("chain_sums", {}, "no data set 'chain_sums'; it has .*chain_sum"),
+        ("chain_sum", {"min_term": 2}, "task.settings.min_term: .* it has .*min_terms"),
+        ("chain_sum", {"seed": 2}, "task.settings.seed: is chosen by the scheduler"),
+        ("chain_sum", {"min_terms": 5, "max_terms": 2}, "refuses them: max_terms must be"),
+        ("chain_sum", {"min_terms": "two"}, "'chain_sum' refuses them"),
+    ],
+)
+def test_wrong_data_sets_and_settings_are_named(dataset, settings, complaint):
+    with pytest.raises(TaskError, match=complaint):
+        gym(dataset, **settings)
+
+
+def test_lines_are_shuffled_anew_in_every_pass_and_each_comes_once_per_pass(tmp_path):
+    source = jsonl(tmp_path / "t.jsonl", numbered(50))
+    lines = 50 - source.distinct_held_out()
+    first = [item.answer for item in source.items("train", 0, lines)]
+    second = [item.answer for item in source.items("train", lines, lines)]
+    assert sorted(first) == sorted(second) != first
+    assert first != second
+    assert len(set(first)) == lines
+    middle = source.items("train", lines + 3, 1)[0]
+    assert (middle.answer, middle.index) == (second[3], lines + 3)
+    assert json.loads(middle.meta) == {"id": int(middle.answer)}
+
+
+def test_held_out_lines_come_once_each_and_never_in_training(tmp_path):
+    lines = numbered(60) + numbered(60)
+    random.Random(1).shuffle(lines)
+    source = jsonl(tmp_path / "t.jsonl", lines)
+    distinct = source.distinct_held_out()
+    held_out = [item.prompt for item in source.items("eval", 0, distinct)]
+    assert len(set(held_out)) == distinct > 3
+    train = {item.prompt for item in source.items("train", 0, 200)}
+    assert not train & set(held_out)
+    assert len(train) + distinct == 60
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"prompt": "x"}', r"t\.jsonl:3: Object missing required field `answer`"),
+        ('{"prompt": "x", "answer": 3}', r"t\.jsonl:3: answer: Expected `str`, got `int`"),
+        ('{"prompt": "  ", "answer": "3"}', r"t\.jsonl:3: prompt: is empty"),
+        ('{"prompt": "x", ', r"t\.jsonl:3: not a JSON object"),
+        ("[1]", r"t\.jsonl:3: Expected `object`, got `array`"),
+        ('{"prompt": "%s", "answer": ""}' % ("y" * 70_000), r"t\.jsonl:3: 70000 bytes"),
+    ],
+)
+def test_a_malformed_line_is_named_with_file_line_and_field(tmp_path, line, complaint):
+    with pytest.raises(TaskError, match=complaint):
+        jsonl(tmp_path / "t.jsonl", [*numbered(1), "", line, *numbered(1)])
+
+
+def test_an_empty_missing_or_one_sided_file_is_refused(tmp_path):
+    with pytest.raises(TaskError, match="has no lines"):
+        jsonl(tmp_path / "empty.jsonl", [])
+    with pytest.raises(TaskError, match=r"gone\.jsonl: No such file .*; check the path"):
+        open_source(TaskSpec(source="jsonl", path=str(tmp_path / "gone.jsonl")), 1)
+    lines = [line for line in numbered(9) if not is_held_out(json.loads(line)["prompt"], 5)]
+    source = jsonl(tmp_path / "one-sided.jsonl", lines)
+    with pytest.raises(TaskError, match=r"no line is held out; add lines"):
+        source.items("eval", 0, 1)

@@ -1,0 +1,111 @@
+"""Who may connect, from a folder of public keys.
+
+What always holds: what the folder says wrongly is skipped with a warning and never lets anybody
+in; a key that two files claim is refused; a change is seen within ``SCAN_INTERVAL_S`` of the next
+``refresh``.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from transport.errors import ConfigError
+from transport.keys import Peer, PublicKey, load_toml
+
+
+class Refresh(NamedTuple):
+    """What changed in the authorized folder: public keys, and what was skipped and why."""
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class AllowList:
+    """Who may connect, from a folder of public keys that may change at any time.
+
+    ``lookup`` is a hub's ``authorise``. A key whose owner, role or policy changes counts as removed
+    and added, so that its connections are closed and checked anew.
+    """
+
+    SCAN_INTERVAL_S = 1.0
+
+    def __init__(self, folder: Path, now: float) -> None:
+        """Raises ``ConfigError`` when there is no such folder."""
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder; make keys with `farflow keys`")
+        self._folder = folder
+        self._peers: dict[str, Peer] = {}
+        self._seen: tuple[tuple[str, int, int, int], ...] | None = None
+        self._next_scan = now
+        self.warnings: tuple[str, ...] = ()
+        self.refresh(now)
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def lookup(self, public_key: str) -> Peer | None:
+        return self._peers.get(public_key)
+
+    def refresh(self, now: float) -> Refresh:
+        """Look at the folder, at most once per ``SCAN_INTERVAL_S``, and reread it if it changed.
+
+        Disconnect every key in ``removed`` from each hub: being off the list keeps a peer from
+        connecting again, it does not end the connection that it has.
+        """
+        if now < self._next_scan:
+            return Refresh()
+        self._next_scan = now + self.SCAN_INTERVAL_S
+        seen = self._fingerprint()
+        if seen == self._seen:
+            return Refresh()
+        self._seen = seen
+        peers, self.warnings = self._read()
+        before, self._peers = self._peers, peers
+        return Refresh(
+            added=tuple(sorted(key for key in peers if before.get(key) != peers[key])),
+            removed=tuple(sorted(key for key in before if peers.get(key) != before[key])),
+            warnings=self.warnings,
+        )
+
+    def _fingerprint(self) -> tuple[tuple[str, int, int, int], ...]:
+        found = []
+        try:
+            with os.scandir(self._folder) as entries:
+                for entry in entries:
+                    if entry.name.endswith(".toml"):
+                        status = entry.stat()
+                        found.append(
+                            (entry.name, status.st_mtime_ns, status.st_size, status.st_ino)
+                        )
+        except FileNotFoundError:
+            # The folder or a file of it went away meanwhile: reread now and look again next time.
+            return ()
+        return tuple(sorted(found))
+
+    def _read(self) -> tuple[dict[str, Peer], tuple[str, ...]]:
+        entries: dict[str, list[PublicKey]] = {}
+        warnings: list[str] = []
+        for path in sorted(self._folder.glob("*.toml")):
+            try:
+                public = load_toml(path, PublicKey)
+            except ConfigError as error:
+                warnings.append(f"{error}; skipped")
+                continue
+            if public.name != path.stem:
+                warnings.append(
+                    f"{path}: name is {public.name!r}, the file must be {public.name}.toml; skipped"
+                )
+                continue
+            entries.setdefault(public.public_key, []).append(public)
+        peers = {}
+        for key, owners in entries.items():
+            if len(owners) > 1:
+                names = ", ".join(f"{owner.name}.toml" for owner in owners)
+                warnings.append(
+                    f"{self._folder}: {names} hold the same public key; all refused, keep one"
+                )
+                continue
+            owner = owners[0]
+            peers[key] = Peer(name=owner.name, role=owner.role, policy=owner.policy)
+        return peers, tuple(warnings)
