@@ -210,8 +210,9 @@ class LocalDeployment:
 
     async def _first(self, ready: asyncio.Future[_T]) -> _T:
         """The result of ``ready``, or the failure of the deployment if that comes first."""
-        done, _ = await asyncio.wait({ready, self.failure}, return_when=asyncio.FIRST_COMPLETED)
-        if ready in done:
+        waiting: set[asyncio.Future[Any]] = {ready, self.failure}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
             return ready.result()
         raise ProcessFailed(self.failure.result())
 

@@ -6,9 +6,9 @@ What always holds:
    process, gives the same item.
 2. An item belongs to the held-out part iff ``is_held_out(prompt)``; the kinds ``train`` and
    ``eval`` are therefore disjoint whatever the source does, also for prompts that come twice.
-3. Evaluation items 0, 1, 2 ... have distinct prompts as long as the source has distinct ones left;
-   from then on the same items come again in the same order, and ``distinct_held_out`` says how
-   many there are.
+3. Evaluation items have distinct prompts. Their index space ends where the source has no new one
+   (``held_out_end``): fewer items than asked for, or none, are given there. The training space
+   never ends.
 4. What a source gets wrong (data set, setting, file, line, field) is a ``TaskError`` that names it.
 
 Foreign generators draw from small fixed-size blocks with a seed of their own, because some of them
@@ -59,15 +59,15 @@ class ItemSource(Protocol):
     """Makes items of one run."""
 
     def items(self, kind: Kind, start: int, count: int) -> list[Item]:
-        """Items ``start`` to ``start + count - 1``.
+        """Items ``start`` to ``start + count - 1``; fewer only where the evaluation space ends.
 
         Raises:
             TaskError: the source cannot give them.
         """
         ...
 
-    def distinct_held_out(self) -> int | None:
-        """How many distinct evaluation items there are, None while no end was seen."""
+    def held_out_end(self) -> int | None:
+        """How many evaluation items there are, None while no end was seen."""
         ...
 
 
@@ -111,21 +111,16 @@ class ReasoningGymSource:
         self._held_out_draws = 0
         self._held_out_prompts: set[bytes] = set()
         self._held_out_complete = False
-        self._evaluation_block: Sequence[Any] = ()
         self._check_settings()
-        self._generator(0, 1)
+        self._evaluation_block = self._generator(0, 1)  # shows whether the settings are right
 
     def items(self, kind: Kind, start: int, count: int) -> list[Item]:
         if kind == "train":
             return [self._train_item(index) for index in range(start, start + count)]
         self._extend_held_out(start + count)
-        found = self._held_out
-        return [
-            msgspec.structs.replace(found[index % len(found)], index=index)
-            for index in range(start, start + count)
-        ]
+        return self._held_out[start : start + count]
 
-    def distinct_held_out(self) -> int | None:
+    def held_out_end(self) -> int | None:
         return len(self._held_out) if self._held_out_complete else None
 
     def _train_item(self, index: int) -> Item:
@@ -140,7 +135,7 @@ class ReasoningGymSource:
         for round_ in range(MAX_BLOCK_ROUNDS):
             entries = self._generator(self._derived("train", block, round_), TRAIN_BLOCK_DRAWS)
             for position in range(TRAIN_BLOCK_DRAWS):
-                item = self._item(entries[position], first + len(items))
+                item = self._item(entries.draw(position), first + len(items))
                 if not is_held_out(item.prompt, self._one_in):
                     items.append(item)
                     if len(items) == TRAIN_BLOCK_ITEMS:
@@ -180,7 +175,7 @@ class ReasoningGymSource:
             seed = self._derived("eval", block, 0)
             self._evaluation_block = self._generator(seed, EVAL_BLOCK_DRAWS)
         self._held_out_draws += 1
-        return self._item(self._evaluation_block[position], len(self._held_out))
+        return self._item(self._evaluation_block.draw(position), len(self._held_out))
 
     def _derived(self, kind: Kind, block: int, round_: int) -> int:
         """Seed of one generator; below 2**31, because generators add positions to it."""
@@ -209,16 +204,17 @@ class ReasoningGymSource:
                     f"task.settings.{name}: {self._dataset!r} has no such setting; it has {own}"
                 )
 
-    def _generator(self, seed: int, size: int) -> Sequence[Any]:
+    def _generator(self, seed: int, size: int) -> "_Generator":
         import reasoning_gym
 
+        random.seed(seed)
         try:
             dataset: Sequence[Any] = reasoning_gym.create_dataset(
                 self._dataset, seed=seed, size=size, **self._settings
             )
         except (AssertionError, TypeError, ValueError) as error:
             raise TaskError(f"task.settings: {self._dataset!r} refuses them: {error}") from error
-        return dataset
+        return _Generator(dataset, seed)
 
     def _item(self, entry: Mapping[str, Any], index: int) -> Item:
         try:
@@ -234,6 +230,21 @@ class ReasoningGymSource:
             meta=meta,
         )
         return check_item(item, self._where)
+
+
+class _Generator:
+    """A data set made for one block. A few draw from the global ``random``: seeded before each
+    entry, they are pure too. This process makes items and nothing else: nobody misses the old
+    state."""
+
+    def __init__(self, dataset: Sequence[Any], seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def draw(self, position: int) -> Mapping[str, Any]:
+        random.seed(self._seed + position)
+        entry: Mapping[str, Any] = self._dataset[position]
+        return entry
 
 
 # ---- JSON lines ------------------------------------------------------------------------------
@@ -269,15 +280,16 @@ class JsonlSource:
                 f"{self._path}: no line is {'for training' if kind == 'train' else 'held out'}; "
                 "add lines, or change task.held_out_one_in"
             )
+        if kind == "eval":
+            return part[start : start + count]
         items = []
         for index in range(start, start + count):
             pass_, position = divmod(index, len(part))
-            if kind == "train":
-                position = self._shuffled(pass_)[position]
-            items.append(msgspec.structs.replace(part[position], index=index))
+            item = part[self._shuffled(pass_)[position]]
+            items.append(msgspec.structs.replace(item, index=index))
         return items
 
-    def distinct_held_out(self) -> int | None:
+    def held_out_end(self) -> int | None:
         return len(self._held_out)
 
     def _shuffled(self, pass_: int) -> list[int]:
@@ -329,4 +341,4 @@ class JsonlSource:
         prompt = hashlib.sha256(line.prompt.encode()).digest()
         if prompt not in seen:
             seen.add(prompt)
-            self._held_out.append(item)
+            self._held_out.append(msgspec.structs.replace(item, index=len(self._held_out)))

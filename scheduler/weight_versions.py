@@ -279,12 +279,10 @@ class WeightVersions:
         kept = numbers[-self._keep_versions :]
         if min_acked is not None:
             kept = [number for number in numbers if number >= min(min_acked, kept[0])]
-        # Snapshots: the first, the newest and one before the oldest that is retained. Those in
-        # between would only save joiners a few deltas and cost a whole model each.
-        anchors = {numbers[0]}
+        anchors = self._anchors(p, kept)
         needed: set[int] = set()
-        for number in (kept[-1], *kept):
-            route = p.route(number, anchors=anchors if needed else None) or p.route(number)
+        for number in kept:
+            route = p.route(number, anchors=anchors) or p.route(number)
             needed.add(number)
             if route is not None:
                 anchors.add(route.start)
@@ -293,7 +291,7 @@ class WeightVersions:
         for number in needed:
             keep.update(e.digest for e in p.versions[number].manifest.of_kind("delta"))
         for number in sorted(p.snapshots):
-            if number in anchors:
+            if number in anchors or number == numbers[0]:
                 keep.update(e.digest for e in p.snapshots[number].manifest.of_kind("snapshot"))
             else:
                 p.snapshot_manifests.remove(number)
@@ -301,6 +299,20 @@ class WeightVersions:
         for digest in [d for d, (owner, _) in self._files.items() if owner is p and d not in keep]:
             del self._files[digest]
         return p.blobs.sweep(keep)
+
+    def _anchors(self, p: _Policy, kept: list[int]) -> set[int]:
+        """Snapshots to keep beside the first version's: the newest, the one that the oldest
+        retained version starts from, and between them one every ``keep_versions``. More would
+        save a joiner a few deltas and cost a whole model on disk each."""
+        routes = (p.route(kept[0]), p.route(kept[-1]))
+        starts = [route.start for route in routes if route is not None]
+        anchors = set(starts)
+        last = min(starts, default=0)
+        for number in sorted(p.snapshots):
+            if number - last >= self._keep_versions:
+                anchors.add(number)
+                last = number
+        return anchors
 
     # ---- inside -----------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from sim.link_shaper import (
     LinkTime,
     Mark,
     TargetStats,
+    reset,
 )
 from transport.errors import ConfigError
 
@@ -147,7 +148,7 @@ class _Connection:
             flow.discard()
         for endpoint in (self.client, self.upstream):
             if endpoint.connected:
-                endpoint.transport.abort()
+                reset(endpoint.transport)
             else:
                 endpoint.lost = True
         self.endpoint_lost()

@@ -28,6 +28,8 @@ import contextlib
 import enum
 import heapq
 import math
+import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -55,6 +57,9 @@ FASTEST_BITS_PER_S: Final = 4e9
 """What an unlimited link is taken to carry when its flight is bounded; above what Python does."""
 HORIZON_S: Final = 0.001
 """Turns are given out this far ahead, the resolution of the event loop's timer."""
+
+
+_ABORTIVE_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
 class DirectionStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +92,14 @@ class LinkStats(msgspec.Struct, frozen=True, kw_only=True):
     up: DirectionStats
     down: DirectionStats
     targets: dict[str, TargetStats]
+
+
+def reset(transport: asyncio.Transport) -> None:
+    """Closes a socket so that its peer sees a reset, not the end of the stream."""
+    sock = transport.get_extra_info("socket")
+    with contextlib.suppress(OSError):  # it may be closed already
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORTIVE_CLOSE)
+    transport.abort()
 
 
 class Mark(enum.Enum):
@@ -361,7 +374,7 @@ class Flow:
 
     def _finish(self, sink: asyncio.Transport, mark: Mark) -> None:
         if mark is Mark.RESET:
-            sink.abort()
+            reset(sink)
             return
         with contextlib.suppress(OSError):  # the peer may have reset it in the meantime
             sink.write_eof()

@@ -132,6 +132,9 @@ class Link(Protocol):
             LinkClosed: after or during ``close``.
         """
 
+    async def wait_disconnected(self) -> None:
+        """Return once ``connected`` is false; raises as ``wait_connected`` does."""
+
     def send(self, frames: Sequence[bytes]) -> None:
         """Hand one message to the hub; raises as ``Hub.send`` does."""
 

@@ -2,8 +2,7 @@
 
 What always holds: ``unpack(pack(group)) == group`` bit for bit; equal groups give equal bytes;
 siblings share a prompt once; hostile bytes cost memory of at most a dozen times ``max_bytes`` and
-either give a fully checked group or raise ``RemoteProtocolError``, ``SizeLimitExceeded`` or
-``TruncatedBlob``.
+either give a fully checked group or raise ``RemoteProtocolError`` or an ``IntegrityError``.
 
 Layout, integers little-endian:
 
@@ -24,9 +23,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
+from transport.compression import compress, decompress
 from transport.errors import (
     LocalProtocolError,
     RemoteProtocolError,
@@ -43,8 +42,6 @@ MAX_PACKED_BYTES = 4 * 2**20
 _MAGIC = b"fftg"
 _FORMAT = 1
 _PREFIX_BYTES = 9
-_LEVEL = 3
-_MAX_WINDOW_BYTES = 2**27
 _MAX_HEADER_BYTES = 64 * 2**10
 _MAX_TOKEN = 2**32 - 1
 
@@ -213,8 +210,7 @@ def pack(group: TrajectoryGroup) -> bytes:
     fault = _fault(group)
     if fault:
         raise LocalProtocolError(f"trajectory of {group.attempt}: {fault}")
-    compressed = zstandard.ZstdCompressor(level=_LEVEL).compress(body)
-    return _MAGIC + bytes((_FORMAT,)) + len(body).to_bytes(4, "little") + compressed
+    return _MAGIC + bytes((_FORMAT,)) + len(body).to_bytes(4, "little") + compress("zstd", body)
 
 
 def unpack(data: bytes, max_bytes: int = MAX_BODY_BYTES) -> TrajectoryGroup:
@@ -222,7 +218,7 @@ def unpack(data: bytes, max_bytes: int = MAX_BODY_BYTES) -> TrajectoryGroup:
 
     Raises:
         SizeLimitExceeded: the body is larger than ``max_bytes`` (raised before decompressing).
-        TruncatedBlob: bytes are missing.
+        TruncatedBlob, ChecksumMismatch: bytes are missing or damaged.
         RemoteProtocolError: anything else that is not a packed group.
     """
     columns = _Columns(_body(data, max_bytes))
@@ -323,18 +319,7 @@ def _body(data: bytes, max_bytes: int) -> bytes:
     size = int.from_bytes(data[5:_PREFIX_BYTES], "little")
     if size > max_bytes:
         raise SizeLimitExceeded(f"trajectory of {size} bytes is over the limit of {max_bytes}")
-    # The frame's own idea of its size is not trusted: reading a stream allocates what is read.
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-    try:
-        with decompressor.stream_reader(data[_PREFIX_BYTES:], read_across_frames=False) as reader:
-            body = reader.read(size + 1)
-    except zstandard.ZstdError as error:
-        raise RemoteProtocolError(f"trajectory does not decompress: {error}") from error
-    if len(body) < size:
-        raise TruncatedBlob(f"trajectory has {len(body)} of {size} bytes")
-    if len(body) > size:
-        raise RemoteProtocolError(f"trajectory has more than its {size} bytes")
-    return body
+    return decompress("zstd", data[_PREFIX_BYTES:], max_bytes=size, size_bytes=size)
 
 
 class _Columns:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import zmq
 
-from transport.errors import ConfigError, LinkClosed, PeerUnreachable, WindowFull
+from transport.errors import ConfigError, PeerUnreachable, WindowFull
 from transport.keys import KeyPair, Peer
 from transport.links import Authorise, Inbound, LinkOptions
 from transport.zap import ZapHandler
@@ -87,7 +87,7 @@ class ZmqHub(End[Inbound]):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.bind(endpoint)
-        self.endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self.endpoint = self._socket.last_endpoint.decode()
         self.port = int(self.endpoint.rpartition(":")[2])
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> None:
@@ -219,11 +219,10 @@ class ZmqLink(End[list[bytes]]):
             options,
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED,
         )
-        socket.connect(endpoint)
 
     @property
     def connected(self) -> bool:
-        return self._up.is_set()
+        return self._up.is_set() and not self._closed
 
     async def wait_connected(self) -> None:
         self._require_open()
@@ -244,10 +243,18 @@ class ZmqLink(End[list[bytes]]):
                 raise WindowFull(f"{self.endpoint} does not keep up") from error
             raise PeerUnreachable(f"{self.endpoint} is not connected") from error
 
+    def connect(self, key: KeyPair | None, server_key: str | None) -> None:
+        """Called once, by the network."""
+        if key is not None and server_key is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public_key.encode("ascii"))
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret_key.encode("ascii"))
+        apply_reconnect(self._socket, self._options)
+        self._socket.connect(self.endpoint)
+
     async def close(self) -> None:
-        if self._closed:
-            return
-        self.release()
+        if not self._closed:
+            self.release()
 
     def release(self) -> None:
         """Free everything; what was sent has ``linger_s`` to leave."""
@@ -343,18 +350,13 @@ class ZmqNetwork:
             raise ConfigError(f"link {endpoint}: give both key and server_key, or none")
         if key is None:
             require_loopback(endpoint)
-        socket = self._socket(zmq.DEALER, endpoint, options)
-        try:
-            apply_reconnect(socket, options)
-            if key is not None and server_key is not None:
-                socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
-                socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public_key.encode("ascii"))
-                socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret_key.encode("ascii"))
-            link = ZmqLink(self, socket, endpoint, options)
-        except (zmq.ZMQError, UnicodeEncodeError) as error:
-            socket.close(0)
-            raise ConfigError(f"link {endpoint}: {error}; check address and server key") from error
+        link = ZmqLink(self, self._socket(zmq.DEALER, endpoint, options), endpoint, options)
         self._ends[link] = None
+        try:
+            link.connect(key, server_key)
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
+            link.release()
+            raise ConfigError(f"link {endpoint}: {error}; check address and server key") from error
         return link
 
     def forget(self, end: ZmqHub | ZmqLink, domain: str = "") -> None:

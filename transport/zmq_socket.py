@@ -51,13 +51,13 @@ class Readiness:
         self._socket = socket
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
-        self._descriptor = socket.getsockopt(zmq.FD)
+        self._descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self.check)
         self.check_soon()
 
     def check(self) -> None:
         """Reading EVENTS also empties the mailbox, so the loop does not spin on the descriptor."""
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_ready()
 
     def check_soon(self) -> None:
@@ -85,7 +85,7 @@ class Monitor:
     ) -> None:
         self._socket = socket
         self._on_event = on_event
-        address = f"inproc://farflow-monitor-{id(socket)}-{socket.getsockopt(zmq.FD)}"
+        address = f"inproc://farflow-monitor-{id(socket):x}-{int(socket.getsockopt(zmq.FD))}"
         socket.monitor(address, events)
         self._pair: ZmqSocket = context.socket(zmq.PAIR)
         # No bound: libzmq's I/O thread blocks on a full monitor and with it every plane.

@@ -80,7 +80,8 @@ class Outbox:
             if attempt in self._sent:
                 continue
             total = self._unacked_bytes + summary.size_bytes
-            if self._sent and total > self._settings.upload_window_bytes:
+            full = len(self._sent) >= self._settings.upload_window_messages
+            if full or (self._sent and total > self._settings.upload_window_bytes):
                 break
             if not self._sent:
                 self._progress_s = now

@@ -24,6 +24,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_held: int = 1024
     spool_bytes: int = 2**30
     upload_window_bytes: int = 8 * 2**20
+    upload_window_messages: int = 64
     attempt_timeout_s: float = 3600.0
     drain_s: float = 30.0
     hello_repeat_s: float = 1.0
@@ -32,6 +33,6 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_repeat_s: float = 5.0
     upload_stall_s: float = 30.0
     upload_stall_max_s: float = 600.0
-    upload_retry_s: float = 0.5
+    upload_retry_s: float = 0.1
     backoff_s: float = 1.0
     backoff_max_s: float = 60.0

@@ -6,7 +6,6 @@ import json
 import random
 import signal
 import socket
-import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -14,7 +13,7 @@ import pytest
 
 from sim.link_profile import LinkProfile, Outage
 from sim.link_proxy import SOCKET_BUFFER_BYTES, LinkProxy
-from sim.link_shaper import GUARANTEED_BYTES, MIN_FLIGHT_BYTES, PIECE_BYTES, READ_BYTES
+from sim.link_shaper import GUARANTEED_BYTES, MIN_FLIGHT_BYTES, PIECE_BYTES, READ_BYTES, reset
 from transport.errors import ConfigError
 
 pytestmark = pytest.mark.asyncio
@@ -37,7 +36,8 @@ async def served(handler: Handler) -> AsyncIterator[int]:
         assert task is not None
         tasks.add(task)
         try:
-            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            expected = (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError)
+            with contextlib.suppress(*expected):
                 await handler(reader, writer)
         finally:
             writer.close()
@@ -158,7 +158,7 @@ async def test_a_small_message_does_not_wait_for_the_bulk_in_front_of_it() -> No
         while proxy.stats().up.queued_bytes < 200_000:  # 80 ms of the link's time
             await asyncio.sleep(0.001)
         assert min([await round_trip_s(reader, writer) for _ in range(3)]) < 0.03
-        assert proxy.stats().up.queue_delay_max_s > 0.05
+        assert proxy.stats().up.queued_bytes > 150_000
 
 
 async def test_bytes_arrive_unchanged_whatever_their_chunks_and_the_jitter() -> None:
@@ -337,9 +337,7 @@ async def test_a_client_that_resets_is_seen_to_do_so_behind_its_bytes() -> None:
         async with connected(proxy, "a") as (_, writer):
             writer.write(b"bytes")
             assert await seen.get() == b"bytes"
-            linger = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            writer.transport.abort()
+            reset(writer.transport)
         assert await seen.get() == b"reset"
 
 

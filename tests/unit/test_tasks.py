@@ -10,13 +10,13 @@ from transport.errors import TaskError
 from transport.runs import TaskSpec
 
 
-def gym(dataset: str = "chain_sum", seed: int = 7, **settings) -> ReasoningGymSource:
+def gym(dataset: str = "chain_sum", run_seed: int = 7, **settings) -> ReasoningGymSource:
     task = TaskSpec(source="reasoning-gym", dataset=dataset, settings=settings, held_out_one_in=5)
-    return open_source(task, seed)
+    return open_source(task, run_seed)
 
 
 def two_digit_sums(seed: int = 7) -> ReasoningGymSource:
-    return gym(seed=seed, min_terms=2, max_terms=2, min_digits=2, max_digits=2)
+    return gym(run_seed=seed, min_terms=2, max_terms=2, min_digits=2, max_digits=2)
 
 
 def jsonl(path, lines, one_in: int = 5, seed: int = 3) -> JsonlSource:
@@ -56,16 +56,12 @@ def test_held_out_prompts_are_distinct():
     assert len(set(prompts)) == 1024
 
 
-def test_a_small_data_set_says_how_many_distinct_held_out_items_it_has_and_repeats_them():
+def test_the_evaluation_space_of_a_small_data_set_ends_after_its_distinct_prompts():
     source = gym(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
     items = source.items("eval", 0, 300)
-    distinct = source.distinct_held_out()
-    assert distinct == len({item.prompt for item in items})
-    assert 10 < distinct < 100
-    assert [item.prompt for item in items[distinct : 2 * distinct]] == [
-        item.prompt for item in items[:distinct]
-    ]
-    assert items[distinct].index == distinct
+    assert 10 < len({item.prompt for item in items}) == len(items) == source.held_out_end() < 100
+    assert source.items("eval", len(items) - 2, 64) == items[-2:]
+    assert source.items("eval", len(items), 64) == []
 
 
 def test_the_verifier_of_the_data_set_accepts_the_answer_with_the_meta_of_the_item():
@@ -102,7 +98,7 @@ def test_wrong_data_sets_and_settings_are_named(dataset, settings, complaint):
 
 def test_lines_are_shuffled_anew_in_every_pass_and_each_comes_once_per_pass(tmp_path):
     source = jsonl(tmp_path / "t.jsonl", numbered(50))
-    lines = 50 - source.distinct_held_out()
+    lines = 50 - source.held_out_end()
     first = [item.answer for item in source.items("train", 0, lines)]
     second = [item.answer for item in source.items("train", lines, lines)]
     assert sorted(first) == sorted(second) != first
@@ -117,9 +113,10 @@ def test_held_out_lines_come_once_each_and_never_in_training(tmp_path):
     lines = numbered(60) + numbered(60)
     random.Random(1).shuffle(lines)
     source = jsonl(tmp_path / "t.jsonl", lines)
-    distinct = source.distinct_held_out()
+    distinct = source.held_out_end()
     held_out = [item.prompt for item in source.items("eval", 0, distinct)]
     assert len(set(held_out)) == distinct > 3
+    assert source.items("eval", distinct, 8) == []
     train = {item.prompt for item in source.items("train", 0, 200)}
     assert not train & set(held_out)
     assert len(train) + distinct == 60

@@ -49,7 +49,7 @@ def state_of_snapshot(blobs: BlobFolder, manifest: VersionManifest) -> WeightSta
     tensors: dict[str, TensorBytes] = {}
     for entry in manifest.of_kind("snapshot"):
         if entry.name != INDEX_NAME:
-            tensors.update(read_safetensors(memoryview(blobs.data(entry.digest))))
+            tensors.update(read_safetensors(blobs.data(entry.digest)))
     return checked_state(tensors, manifest)
 
 

@@ -1,0 +1,332 @@
+"""The commands that belong to no daemon: ``up``, ``status``, ``run``, ``config``, ``keys``,
+``wire``, ``doctor``. Each imports what it needs when it runs."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from transport.errors import ConfigError, FarflowError
+
+if TYPE_CHECKING:
+    from scheduler.operator import Operator
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_set = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override table.field; may repeat.",
+)
+_config = click.option(
+    "--config",
+    "files",
+    multiple=True,
+    type=_FILE,
+    metavar="FILE",
+    help="Deployment file; may repeat, later ones win.",
+)
+_key = click.option(
+    "--key",
+    type=_FILE,
+    metavar="FILE",
+    help="Operator key; the default is operator.toml in transport.keys.",
+)
+
+
+@click.command()
+@click.argument("file", type=_FILE, required=False)
+@_set
+@click.option("--plain", is_flag=True, help="Print lines instead of the live view.")
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Put the run here instead of below local.runs.",
+)
+@click.option(
+    "--resume",
+    "resume_folder",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Go on with the run in FOLDER; takes no FILE.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Log what happens to the processes.")
+def up(
+    file: Path | None,
+    overrides: tuple[str, ...],
+    plain: bool,
+    folder: Path | None,
+    resume_folder: Path | None,
+    verbose: bool,
+) -> None:
+    """Run scheduler, links, agents and trainer of FILE on this machine until it has learnt."""
+    from farflow.up import Options, prepare, prepare_resume
+    from farflow.up import up as run_up
+    from transport.runtime.logs import configure_logging
+
+    configure_logging("info" if verbose else "error", component="up")
+    if resume_folder is not None:
+        if file is not None or overrides or folder is not None:
+            raise click.UsageError("--resume takes no FILE, --set or --folder")
+        prepared = prepare_resume(resume_folder)
+    elif file is None:
+        raise click.UsageError("name a FILE, for example examples/arithmetic.toml, or --resume")
+    else:
+        prepared = prepare(file, Options(overrides=overrides, folder=folder))
+    sys.exit(asyncio.run(run_up(prepared, plain=plain)))
+
+
+@click.command()
+@_config
+@_set
+@_key
+@click.option("--json", "as_json", is_flag=True, help="The whole status as JSON.")
+def status(
+    files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None, as_json: bool
+) -> None:
+    """Show what a scheduler and its agents are doing."""
+    import msgspec
+    from rich.console import Console
+
+    from farflow.view import accounting_table, screen
+
+    async def ask(operator: "Operator") -> Any:
+        return await operator.status()
+
+    found = _with_operator(files, overrides, key, ask)
+    if as_json:
+        click.echo(msgspec.json.encode(found))
+        return
+    console = Console()
+    console.print(screen(found, {}, {}))
+    for run in found.runs:
+        console.print(accounting_table(run.accounting))
+
+
+@click.group("run")
+def run_group() -> None:
+    """Submit, list, pause, resume and stop runs."""
+
+
+@run_group.command("submit")
+@click.argument("file", type=_FILE)
+@_config
+@_set
+@_key
+def run_submit(
+    file: Path, files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None
+) -> None:
+    """Submit the run in FILE; submitting the same one again is harmless."""
+    from farflow.run_file import RUN_TABLES, run_spec
+    from transport.runtime.config import collect
+
+    data, _ = collect([file], [o for o in overrides if o.split(".")[0] in RUN_TABLES])
+    spec = run_spec(data, file.resolve().parent)
+
+    async def submit(operator: "Operator") -> None:
+        await operator.submit(spec)
+
+    _with_operator(files or (file,), overrides, key, submit)
+    click.echo(f"submitted {spec.name}")
+
+
+@run_group.command("ls")
+@_config
+@_set
+@_key
+@click.option("--json", "as_json", is_flag=True)
+def run_ls(
+    files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None, as_json: bool
+) -> None:
+    """List the runs of a scheduler."""
+
+    async def ask(operator: "Operator") -> Any:
+        return await operator.status()
+
+    runs = _with_operator(files, overrides, key, ask).runs
+    if as_json:
+        rows = [{"name": r.name, "state": r.state, "reason": r.reason} for r in runs]
+        click.echo(json.dumps(rows))
+        return
+    for run in runs:
+        steps = ", ".join(f"{p.policy} {p.step}/{p.steps}" for p in run.policies)
+        click.echo(f"{run.name}\t{run.state}\t{steps}\t{run.reason}")
+    if not runs:
+        click.echo("no runs", err=True)
+
+
+def _command(verb: str, text: str) -> None:
+    @run_group.command(verb, help=text)
+    @click.argument("run")
+    @_config
+    @_set
+    @_key
+    def command(
+        run: str, files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None
+    ) -> None:
+        async def say(operator: "Operator") -> None:
+            await operator.command(run, verb)
+
+        _with_operator(files, overrides, key, say)
+        click.echo(f"{verb} {run}: accepted")
+
+
+_command("pause", "Place no new jobs of RUN; what runs goes on.")
+_command("resume", "Go on with a paused RUN.")
+_command("stop", "Finish the step in hand, save and export, and end RUN.")
+
+
+@click.group("config")
+def config_group() -> None:
+    """Check a file, or show it resolved."""
+
+
+@config_group.command("check")
+@click.argument("file", type=_FILE)
+@_set
+def config_check(file: Path, overrides: tuple[str, ...]) -> None:
+    """Check every table of FILE; says what it can be used for."""
+    _resolve(file, overrides)
+    click.echo(f"{file}: ok")
+
+
+@config_group.command("show")
+@click.argument("file", type=_FILE)
+@_set
+def config_show(file: Path, overrides: tuple[str, ...]) -> None:
+    """Print every value of FILE, defaults included, and where it comes from."""
+    values, origins = _resolve(file, overrides)
+    for key, value in values:
+        click.echo(f"{key} = {json.dumps(value)}  # {origins.get(key, 'default')}")
+
+
+@config_group.command("reference")
+def config_reference() -> None:
+    """Print the reference of every table and key (docs/configuration.md)."""
+    from farflow.reference import reference
+
+    click.echo(reference(), nl=False)
+
+
+def _resolve(
+    file: Path, overrides: tuple[str, ...]
+) -> tuple[list[tuple[str, Any]], dict[str, str]]:
+    """Every dotted key and value of a file that passes all checks, and the origins."""
+    import msgspec
+
+    from cloud_trainer.config import TrainerConfig
+    from edge_agent.config import AgentConfig
+    from farflow.run_file import RUN_TABLES, RunTables, run_spec
+    from farflow.up_config import UpConfig, up_config
+    from scheduler.config import SchedulerConfig
+    from transport.runtime.config import collect, convert
+
+    data, origins = collect([file], overrides)
+    kinds: list[type[msgspec.Struct]] = [SchedulerConfig, AgentConfig, TrainerConfig]
+    if any(name in data for name in RUN_TABLES):
+        run_spec(data, file.resolve().parent)
+        kinds.append(RunTables)
+    if "local" in data:
+        up_config(data)
+        kinds.append(UpConfig)
+    merged: dict[str, Any] = {}
+    for kind in kinds:
+        own = {name: data[name] for name in kind.__struct_fields__ if name in data}
+        merged.update(msgspec.to_builtins(convert(own, kind)))
+    return _leaves(merged), origins
+
+
+def _leaves(data: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    leaves: list[tuple[str, Any]] = []
+    for key, value in sorted(data.items()):
+        if isinstance(value, dict) and value:
+            leaves.extend(_leaves(value, f"{prefix}{key}."))
+        else:
+            leaves.append((f"{prefix}{key}", value))
+    return leaves
+
+
+@click.group("keys")
+def keys_group() -> None:
+    """Create the keys of a deployment."""
+
+
+@keys_group.command("create")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--agent", "agents", multiple=True, metavar="NAME", help="May repeat.")
+@click.option("--trainer", "trainers", multiple=True, metavar="RUN/POLICY", help="May repeat.")
+@click.option(
+    "--operator",
+    "operators",
+    multiple=True,
+    metavar="NAME",
+    default=("operator",),
+    show_default=True,
+)
+def keys_create(
+    folder: Path, agents: tuple[str, ...], trainers: tuple[str, ...], operators: tuple[str, ...]
+) -> None:
+    """Make the missing keys of a deployment in FOLDER; existing ones are kept.
+
+    Copy to an agent's box: its own NAME.toml, server.public.toml and signers/.
+    """
+    from transport.keys import create_keys
+
+    create_keys(folder, agents=agents, trainers=trainers, operators=operators)
+    click.echo(f"keys in {folder}")
+
+
+@click.group("wire")
+def wire_group() -> None:
+    """Look at recorded messages."""
+
+
+@wire_group.command("decode")
+@click.argument("file", type=_FILE)
+def wire_decode(file: Path) -> None:
+    """Print the message in FILE (length-prefixed frames, as in tests/golden)."""
+    from farflow.wire import decode_file
+
+    click.echo(decode_file(file))
+
+
+@click.command()
+def doctor() -> None:
+    """Check this installation: packages, their origin, optional parts."""
+    from farflow.doctor import report
+
+    lines, healthy = report()
+    for line in lines:
+        click.echo(line)
+    sys.exit(0 if healthy else 1)
+
+
+def _with_operator(
+    files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None, action: Any
+) -> Any:
+    from scheduler.config import SchedulerConfig
+    from scheduler.operator import Operator
+    from transport.runtime.config import load_config
+
+    config = load_config(SchedulerConfig, files, overrides).value
+    path = key or Path(config.transport.keys) / "operator.toml"
+    if config.transport.curve and not path.is_file():
+        raise ConfigError(
+            f"operator key {path}: no such file; name it with --key, or the folder "
+            "with --set transport.keys=FOLDER"
+        )
+
+    async def run() -> Any:
+        async with Operator(config.transport, path) as operator:
+            return await action(operator)
+
+    try:
+        return asyncio.run(run())
+    except ConfigError:
+        raise
+    except FarflowError as error:
+        raise click.ClickException(f"{error} ({error.code})") from error

@@ -1,0 +1,282 @@
+"""``farflow up``: one file, one machine, from nothing to a trained model and a summary.
+
+The first Ctrl-C stops everything in order within ``local.stop_s`` and exits with status 0; what was
+done is durable and ``--resume FOLDER`` goes on with it. A second one leaves at once: children see
+their standard input close and stop by themselves.
+"""
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import structlog
+from rich.console import Console
+from rich.live import Live
+
+from farflow import view
+from farflow.local import LocalDeployment
+from farflow.plots import draw, plots_available, read_metrics
+from farflow.run_file import run_spec
+from farflow.run_folder import RunFolder, new_run_folder, open_run_folder
+from farflow.summary import RunSummary, render, summarise
+from farflow.up_config import up_config
+from transport.errors import ConfigError, FarflowError, LinkError, StoreError
+from transport.ids import policy_id
+from transport.runs import RunSpec
+from transport.runtime.clock import SystemClock
+from transport.runtime.config import collect
+from transport.runtime.shutdown import ShutdownSignal
+from transport.status import RunStatus, SchedulerStatus
+
+POLL_S = 0.5
+AGENTS_LINE_S = 10.0
+"""How often plain output says what the agents do."""
+REWARD_HISTORY = 200
+
+_log = structlog.get_logger()
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line adds to the file."""
+
+    overrides: tuple[str, ...] = ()
+    folder: Path | None = None
+
+
+class _Watch:
+    """What the view needs beyond one status: rates and what has been said already."""
+
+    def __init__(self) -> None:
+        self.rewards: dict[str, deque[float]] = {}
+        self.rates: dict[str, float] = {}
+        self._tokens: dict[str, tuple[float, int]] = {}
+        self._step: dict[str, int] = {}
+        self._evaluated: dict[str, set[int]] = {}
+
+    def update(self, status: SchedulerStatus, now: float) -> list[str]:
+        """Take a status in; returns lines for a log about what is new in it."""
+        for agent in status.agents:
+            at, tokens = self._tokens.get(agent.name, (now - POLL_S, agent.tokens_generated))
+            if now - at >= 4 * POLL_S or agent.name not in self._tokens:
+                rate = max(0.0, (agent.tokens_generated - tokens) / max(1e-9, now - at))
+                self.rates[agent.name] = rate
+                self._tokens[agent.name] = (now, agent.tokens_generated)
+        lines = []
+        for run in status.runs:
+            for policy in run.policies:
+                last = policy.last_step
+                if last is not None and self._step.get(policy.policy) != last.step:
+                    self._step[policy.policy] = last.step
+                    history = self.rewards.setdefault(policy.policy, deque(maxlen=REWARD_HISTORY))
+                    history.append(last.reward_mean)
+                    lines.append(view.step_line(last))
+                said = self._evaluated.setdefault(policy.policy, set())
+                for evaluation in policy.evaluations:
+                    if evaluation.done and evaluation.version not in said:
+                        said.add(evaluation.version)
+                        lines.append(view.evaluation_line(evaluation))
+        return lines
+
+    def history(self) -> dict[str, Sequence[float]]:
+        return {policy: list(values) for policy, values in self.rewards.items()}
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that has been checked and has its folder; ``data`` are the merged tables."""
+
+    path: Path
+    overrides: tuple[str, ...]
+    data: dict[str, Any]
+    spec: RunSpec
+
+
+def prepare(file: Path, options: Options) -> Prepared:
+    """A new run from ``file``.
+
+    Raises:
+        ConfigError: the file is wrong; nothing was started.
+    """
+    data, _ = collect([file], options.overrides)
+    spec = run_spec(data, file.resolve().parent)
+    up_config(data)
+    folder = _make_folder(data, spec, options)
+    folder.config.write_bytes(file.read_bytes())
+    folder.overrides.write_text(json.dumps(list(options.overrides)), encoding="utf-8")
+    folder.resolved.write_bytes(
+        msgspec.json.format(msgspec.json.encode({"run": spec, "file": data}), indent=2)
+    )
+    return Prepared(path=folder.path, overrides=options.overrides, data=data, spec=spec)
+
+
+def prepare_resume(path: Path) -> Prepared:
+    """The run in the folder ``path`` of an earlier ``up``, to go on with.
+
+    Raises:
+        ConfigError: it is not such a folder.
+    """
+    folder = open_run_folder(path)
+    overrides = tuple(json.loads(folder.overrides.read_text(encoding="utf-8")))
+    data, _ = collect([folder.config], overrides)
+    resolved = json.loads(folder.resolved.read_text(encoding="utf-8"))
+    spec = msgspec.convert(resolved["run"], RunSpec)
+    return Prepared(path=folder.path, overrides=overrides, data=data, spec=spec)
+
+
+def _make_folder(data: Mapping[str, Any], spec: RunSpec, options: Options) -> RunFolder:
+    if options.folder is None:
+        config, _ = up_config(dict(data))
+        return new_run_folder(Path(config.local.runs), spec.name)
+    if options.folder.exists() and any(options.folder.iterdir()):
+        raise ConfigError(f"--folder {options.folder}: not empty; use --resume to go on with a run")
+    folder = RunFolder(options.folder)
+    for part in (folder.logs, folder.state, folder.models):
+        part.mkdir(parents=True)
+    return folder
+
+
+async def up(run: Prepared, *, plain: bool) -> int:
+    """Run it to its end; returns the exit status (0, or 1 when something failed)."""
+    config, agents = up_config(run.data)
+    folder = RunFolder(run.path)
+    console = Console()
+    clock = SystemClock()
+    started = clock.monotonic_s()
+    plain = plain or not console.is_terminal
+    with folder.lock(), ShutdownSignal() as stop:
+        deployment = LocalDeployment(folder, run.overrides, config, agents, run.spec)
+        click.echo(f"run folder: {folder.path}")
+        status: SchedulerStatus | None = None
+        try:
+            watched = asyncio.ensure_future(_watch(deployment, stop, console, clock, plain=plain))
+            stopped = asyncio.ensure_future(stop.wait())
+            await asyncio.wait(
+                {watched, stopped, deployment.failure}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if deployment.failure.done() and not watched.done():
+                click.echo(f"error: {deployment.failure.result()}", err=True)
+                await _cancel(watched)
+                return 1
+            if watched.done():
+                status = watched.result()
+            else:
+                click.echo("stopping: agents hand back, the trainer saves; again to leave at once")
+                await _cancel(watched)
+            stopped.cancel()
+        finally:
+            await deployment.stop(config.local.stop_s)
+        if status is None:
+            click.echo(f"stopped; go on with: farflow up --resume {folder.path}")
+            return 0
+        summary = _finish(deployment, status, clock.monotonic_s() - started)
+        console.print(render(summary))
+        click.echo(f"results: {folder.path}")
+        return 1 if summary.problems else 0
+
+
+async def _cancel(task: "asyncio.Future[Any]") -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, FarflowError):
+        await task
+
+
+async def _watch(
+    deployment: LocalDeployment,
+    stop: ShutdownSignal,
+    console: Console,
+    clock: SystemClock,
+    *,
+    plain: bool,
+) -> SchedulerStatus:
+    """Start, submit and show the run; returns the status once it has ended and settled."""
+    from scheduler.operator import Operator
+
+    await deployment.start()
+    watch = _Watch()
+    settled_by: float | None = None
+    said_agents = clock.monotonic_s()
+    live = Live(console=console, refresh_per_second=4, transient=True) if not plain else None
+    async with Operator(deployment.transport(), deployment.operator_key) as operator:
+        await operator.submit(deployment.spec)
+        with live if live is not None else contextlib.nullcontext():
+            while True:
+                try:
+                    status = await operator.status()
+                except LinkError as error:
+                    # The scheduler is being restarted; it will be back, or the deployment fails.
+                    _log.info("up.no_status", reason=str(error))
+                    await asyncio.sleep(POLL_S)
+                    continue
+                now = clock.monotonic_s()
+                lines = watch.update(status, now)
+                if live is not None:
+                    live.update(
+                        view.screen(
+                            status,
+                            watch.history(),
+                            watch.rates,
+                            f"{deployment.folder.path} · Ctrl-C stops in order",
+                        )
+                    )
+                else:
+                    for line in lines:
+                        click.echo(line)
+                    if now - said_agents >= AGENTS_LINE_S:
+                        said_agents = now
+                        click.echo(view.agents_line(status.agents, watch.rates))
+                run = next(r for r in status.runs if r.name == deployment.spec.name)
+                if run.state == "finished":
+                    settled_by = settled_by or now + deployment.up.local.settle_s
+                    if now >= settled_by or _settled(status, run, deployment):
+                        return status
+                await asyncio.sleep(POLL_S)
+
+
+def _settled(status: SchedulerStatus, run: RunStatus, deployment: LocalDeployment) -> bool:
+    """Everybody serves the head version, and the trainers have exported their models."""
+    return deployment.trainers_finished() and all(
+        agent.digests.get(policy.policy) == policy.head_digest
+        for agent in status.agents
+        if agent.state not in ("gone", "lost")
+        for policy in run.policies
+    )
+
+
+def _finish(deployment: LocalDeployment, status: SchedulerStatus, wall_s: float) -> RunSummary:
+    """Collect results in the run folder; the lineage is read from the trainers' checkpoints."""
+    from cloud_trainer.checkpoints import lineage_ids
+
+    folder, spec = deployment.folder, deployment.spec
+    lineages = {}
+    for name in deployment.trained:
+        home = folder.trainer(name)
+        with contextlib.suppress(StoreError, FileNotFoundError):
+            lineages[policy_id(spec.name, name)] = lineage_ids(home)
+        model = home / "model"
+        if model.is_dir():
+            shutil.copytree(model, folder.models / name, dirs_exist_ok=True)
+    metrics = folder.scheduler_metrics(spec.name)
+    records: list[dict[str, Any]] = []
+    if metrics.is_file():
+        shutil.copyfile(metrics, folder.metrics)
+        records = read_metrics(folder.metrics)
+    steps = [r["at_s"] for r in records if r.get("type") == "step"]
+    summary = summarise(
+        status,
+        spec.name,
+        wall_s=wall_s,
+        training_s=steps[-1] - steps[0] if len(steps) > 1 else None,
+        lineages=lineages,
+    )
+    folder.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
+    if plots_available() and steps:
+        draw(records, folder.path)
+    elif steps:
+        click.echo("no plots: pip install 'farflow[plots]'", err=True)
+    return summary
