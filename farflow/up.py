@@ -174,7 +174,7 @@ async def up(run: Prepared, *, plain: bool) -> int:
         if status is None:
             click.echo(f"stopped; go on with: farflow up --resume {folder.path}")
             return 0
-        summary = _finish(deployment, status, clock.monotonic_s() - started)
+        summary = finish(deployment, status, clock.monotonic_s() - started)
         console.print(render(summary))
         click.echo(f"results: {folder.path}")
         return 1 if summary.problems else 0
@@ -233,12 +233,12 @@ async def _watch(
                 run = next(r for r in status.runs if r.name == deployment.spec.name)
                 if run.state == "finished":
                     settled_by = settled_by or now + deployment.up.local.settle_s
-                    if now >= settled_by or _settled(status, run, deployment):
+                    if now >= settled_by or settled(status, run, deployment):
                         return status
                 await asyncio.sleep(POLL_S)
 
 
-def _settled(status: SchedulerStatus, run: RunStatus, deployment: LocalDeployment) -> bool:
+def settled(status: SchedulerStatus, run: RunStatus, deployment: LocalDeployment) -> bool:
     """Everybody serves the head version, and the trainers have exported their models."""
     return deployment.trainers_finished() and all(
         agent.digests.get(policy.policy) == policy.head_digest
@@ -248,7 +248,7 @@ def _settled(status: SchedulerStatus, run: RunStatus, deployment: LocalDeploymen
     )
 
 
-def _finish(deployment: LocalDeployment, status: SchedulerStatus, wall_s: float) -> RunSummary:
+def finish(deployment: LocalDeployment, status: SchedulerStatus, wall_s: float) -> RunSummary:
     """Collect results in the run folder; the lineage is read from the trainers' checkpoints."""
     from cloud_trainer.checkpoints import lineage_ids
 

@@ -41,7 +41,7 @@ from sim.link_shaper import (
     LinkTime,
     Mark,
     TargetStats,
-    reset,
+    send_reset,
 )
 from transport.errors import ConfigError
 
@@ -117,6 +117,9 @@ class _Connection:
 
     def endpoint_made(self, endpoint: _Endpoint) -> None:
         if endpoint is self.upstream:
+            if endpoint.lost:  # aborted while it was being dialled
+                endpoint.transport.abort()
+                return
             self.down.open_source(endpoint.transport)
             self.up.open_sink(endpoint.transport)
             return
@@ -148,7 +151,7 @@ class _Connection:
             flow.discard()
         for endpoint in (self.client, self.upstream):
             if endpoint.connected:
-                reset(endpoint.transport)
+                send_reset(endpoint.transport)
             else:
                 endpoint.lost = True
         self.endpoint_lost()

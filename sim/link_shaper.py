@@ -94,7 +94,7 @@ class LinkStats(msgspec.Struct, frozen=True, kw_only=True):
     targets: dict[str, TargetStats]
 
 
-def reset(transport: asyncio.Transport) -> None:
+def send_reset(transport: asyncio.Transport) -> None:
     """Closes a socket so that its peer sees a reset, not the end of the stream."""
     sock = transport.get_extra_info("socket")
     with contextlib.suppress(OSError):  # it may be closed already
@@ -358,6 +358,8 @@ class Flow:
         now = self._lane.time.now()
         held_back = self.flight_bytes >= self._lane.window_bytes
         while self._sink and self.flight and self.flight[0][0] <= now and not self.sink_full:
+            if self._sink.is_closing():  # lost; the endpoint is about to be told
+                return
             data = self.flight.popleft()[1]
             if isinstance(data, Mark):
                 self._finish(self._sink, data)
@@ -374,7 +376,7 @@ class Flow:
 
     def _finish(self, sink: asyncio.Transport, mark: Mark) -> None:
         if mark is Mark.RESET:
-            reset(sink)
+            send_reset(sink)
             return
         with contextlib.suppress(OSError):  # the peer may have reset it in the meantime
             sink.write_eof()

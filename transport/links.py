@@ -103,8 +103,8 @@ class Hub(Protocol):
         """
 
     def disconnect(self, identity: str) -> None:
-        """Close the connections of a key and drop everything it still sends on them, at once.
-        The peer may come back exactly if ``authorise`` still knows the key."""
+        """Close the connections of a key. A key that ``authorise`` no longer knows is not heard
+        again, whatever it had sent before; one that it knows may come back."""
 
     async def close(self) -> None:
         """Stop listening and drop all connections, after at most ``linger_s``."""

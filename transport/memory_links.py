@@ -7,7 +7,7 @@ unreachable immediately. Keys are compared, not proved.
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from transport.errors import (
@@ -40,8 +40,8 @@ class _Inbox(Generic[T]):
         self._waiting.append(message)
         self._filled.set()
 
-    def clear(self) -> None:
-        self._waiting.clear()
+    def keep(self, wanted: Callable[[T], bool]) -> None:
+        self._waiting = deque(message for message in self._waiting if wanted(message))
 
     async def get(self) -> list[T]:
         if self._receiving:
@@ -114,6 +114,8 @@ class MemoryHub:
     def disconnect(self, identity: str) -> None:
         for link in [link for link in self._links.values() if link.identity == identity]:
             link.drop()
+        if self._authorise is not None and self._authorise(identity) is None:
+            self._inbox.keep(lambda message: message.identity != identity)
 
     async def close(self) -> None:
         if self._inbox.closed:

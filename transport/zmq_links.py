@@ -87,7 +87,7 @@ class ZmqHub(End[Inbound]):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.bind(endpoint)
-        self.endpoint = self._socket.last_endpoint.decode()
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         self.port = int(self.endpoint.rpartition(":")[2])
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> None:
@@ -101,7 +101,7 @@ class ZmqHub(End[Inbound]):
             raise PeerUnreachable(f"no connection of route {route.hex()}") from error
 
     def disconnect(self, identity: str) -> None:
-        if self._authorise is None or self._authorise(identity) is None:
+        if self._authorise is not None and self._authorise(identity) is None:
             self._refused.add(identity)
         for route, connection in list(self._connections.items()):
             if connection.identity == identity:
@@ -135,7 +135,7 @@ class ZmqHub(End[Inbound]):
         if (known is None or known.identity != identity) and not self._note(route, identity, head):
             return None
         if identity in self._refused:
-            if self._authorise is None or self._authorise(identity) is None:
+            if self._authorise is not None and self._authorise(identity) is None:
                 self._cut(route)
                 return None
             self._refused.discard(identity)
@@ -235,13 +235,14 @@ class ZmqLink(End[list[bytes]]):
         self._require_open()
 
     def send(self, frames: Sequence[bytes]) -> None:
+        self._require_open()
+        if not self.connected:
+            # libzmq's pipe outlives the connection by a moment and would swallow the message.
+            raise PeerUnreachable(f"{self.endpoint} is not connected")
         try:
             self._send((), frames)
         except zmq.Again as error:
-            self._monitor.drain()
-            if self.connected:
-                raise WindowFull(f"{self.endpoint} does not keep up") from error
-            raise PeerUnreachable(f"{self.endpoint} is not connected") from error
+            raise WindowFull(f"{self.endpoint} does not keep up") from error
 
     def connect(self, key: KeyPair | None, server_key: str | None) -> None:
         """Called once, by the network."""

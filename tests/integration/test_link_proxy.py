@@ -13,7 +13,7 @@ import pytest
 
 from sim.link_profile import LinkProfile, Outage
 from sim.link_proxy import SOCKET_BUFFER_BYTES, LinkProxy
-from sim.link_shaper import GUARANTEED_BYTES, MIN_FLIGHT_BYTES, PIECE_BYTES, READ_BYTES, reset
+from sim.link_shaper import GUARANTEED_BYTES, MIN_FLIGHT_BYTES, PIECE_BYTES, READ_BYTES, send_reset
 from transport.errors import ConfigError
 
 pytestmark = pytest.mark.asyncio
@@ -337,7 +337,7 @@ async def test_a_client_that_resets_is_seen_to_do_so_behind_its_bytes() -> None:
         async with connected(proxy, "a") as (_, writer):
             writer.write(b"bytes")
             assert await seen.get() == b"bytes"
-            reset(writer.transport)
+            send_reset(writer.transport)
         assert await seen.get() == b"reset"
 
 
@@ -369,6 +369,52 @@ async def test_closing_ends_connections_and_listeners_even_during_an_outage() ->
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_connection(*proxy.addresses["a"])
             assert len(asyncio.all_tasks()) <= 2  # this test and the server's handler
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_the_ends_do_the_books_balance_and_nothing_leaks(seed: int) -> None:
+    rng = random.Random(seed)
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+
+    async def moody(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(rng.randrange(1, 1 << 16)):
+            writer.write(data)
+            if rng.random() < 0.2:
+                send_reset(writer.transport)
+            if rng.random() < 0.2:
+                return
+            await writer.drain()
+
+    async def client(proxy: LinkProxy) -> None:
+        with contextlib.suppress(OSError):  # reset, or reset before it said its end
+            async with connected(proxy, "a") as (reader, writer):
+                for _ in range(rng.randrange(5)):
+                    writer.write(bytes(rng.randrange(1, 300_000)))
+                    if rng.random() < 0.5:
+                        await reader.read(rng.randrange(1, 1 << 16))
+                    await asyncio.sleep(rng.choice((0, 0.001)))
+                ending = rng.randrange(3)
+                if ending == 0:
+                    send_reset(writer.transport)
+                elif ending == 1:
+                    writer.write_eof()
+                    await reader.read(-1)
+
+    async def weather(proxy: LinkProxy) -> None:
+        for _ in range(8):
+            await asyncio.sleep(0.01)
+            proxy.set_down(0.004, reset=rng.random() < 0.3)
+            proxy.set_profile(profile(delay_up_s=rng.choice((0, 0.003)), jitter_s=0.001))
+
+    link = profile(delay_up_s=0.002, rate_up_bits_per_s=400 * MBIT, queue_bytes=70_000)
+    async with served(moody) as port, linked(link, a=port) as proxy:
+        await asyncio.gather(weather(proxy), *(client(proxy) for _ in range(20)))
+        while (stats := proxy.stats()).targets["a"].connections:
+            await asyncio.sleep(0.005)
+    for lane in (stats.up, stats.down):
+        assert (lane.queued_bytes, lane.in_flight_bytes) == (0, 0)
+    assert not complaints
 
 
 async def test_a_listening_address_in_use_is_a_clear_refusal() -> None:

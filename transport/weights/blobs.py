@@ -9,6 +9,7 @@ other temporary files are removed at the start.
 import contextlib
 import hashlib
 import os
+import shutil
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -53,6 +54,17 @@ def write_durably(path: Path, parts: Iterable[Buffer]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name for a file that nobody writes, or a copy where the disk has no links. Durable
+    once the target's folder is synced. Raises OSError."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
 
 
 class BlobFolder:

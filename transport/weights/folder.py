@@ -5,6 +5,7 @@ else; file names taken from an index stay inside the folder; artefacts are files
 that describe a model or tokenizer as data (never program text).
 """
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from transport.errors import FarflowError, ModelError, StoreError
+from transport.errors import FarflowError, IntegrityError, ModelError, StoreError
 from transport.weights.blobs import disk_errors, sync_folder, write_durably
 from transport.weights.manifest import (
     INDEX_NAME,
     MAX_ARTEFACT_BYTES,
+    FileEntry,
     is_artefact_name,
 )
 from transport.weights.tensors import Buffer, TensorBytes, read_safetensors, safetensors_parts
@@ -91,6 +93,23 @@ def read_artefacts(folder: Path) -> dict[str, bytes]:
     except OSError as error:
         raise ModelError(f"{folder}: {error}") from error
     return artefacts
+
+
+def check_artefacts(folder: Path, entries: Iterable[FileEntry]) -> dict[str, bytes]:
+    """The artefacts that ``entries`` name, out of a folder that must have exactly these.
+
+    Raises:
+        IntegrityError: one is missing or another; names it.
+        ModelError: as ``read_artefacts``.
+    """
+    found = read_artefacts(folder)
+    chosen: dict[str, bytes] = {}
+    for entry in entries:
+        data = found.get(entry.name)
+        if data is None or hashlib.sha256(data).hexdigest() != entry.digest:
+            raise IntegrityError(f"{folder / entry.name} is missing or not the published one")
+        chosen[entry.name] = data
+    return chosen
 
 
 def snapshot_files(

@@ -1,0 +1,1 @@
+"""Measurements. Each module prints one JSON object; see ``bench.report``."""

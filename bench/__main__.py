@@ -1,0 +1,19 @@
+"""``python -m bench``: every benchmark in full, results into ``bench/results``."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+NAMES = ("learning",)
+
+if __name__ == "__main__":
+    results = Path(__file__).parent / "results"
+    for name in NAMES:
+        done = subprocess.run(
+            [sys.executable, "-m", f"bench.{name}", "--json"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        (results / f"{name}.json").write_text(done.stdout, encoding="utf-8")
+        print(f"{name}: {results / name}.json")

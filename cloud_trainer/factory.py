@@ -1,0 +1,33 @@
+"""Which trainer a policy asks for; imports what computes gradients only then."""
+
+import hashlib
+
+import msgspec
+
+from cloud_trainer.config import TrainerTable
+from cloud_trainer.trainer import Trainer
+from transport.ids import policy_name
+from transport.runs import PolicySpec, RunSpec
+
+
+def make_trainer(spec: PolicySpec, config: TrainerTable) -> Trainer:
+    """The trainer named by ``spec.trainer``, with its settings checked, not loaded yet.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range, or torch is not installed.
+    """
+    where = f"policies.{policy_name(config.policy)}.settings"
+    if spec.trainer == "numpy":
+        from cloud_trainer.numpy_trainer import NumpyTrainer
+
+        return NumpyTrainer(spec.settings, where=where)
+    raise NotImplementedError
+
+
+def spec_digest(run: RunSpec, policy: str) -> str:
+    """What makes a checkpoint one of this training effort: run, policy, model, trainer and
+    settings. Its length may be changed."""
+    spec = run.policies[policy_name(policy)]
+    settings = msgspec.json.encode(spec.settings, order="deterministic")
+    parts = (run.name, policy, spec.model, spec.trainer, settings.decode(), str(run.seed))
+    return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()

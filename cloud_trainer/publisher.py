@@ -1,0 +1,147 @@
+"""Turns the weights of a step into a version that can be offered.
+
+What always holds: versions are built one at a time, in the order of steps, each as the difference
+from the one before; the base moves on only after the files of its successor are durable; building
+never touches the trainer, it works on captured states, of which there are at most as many as
+versions may be on their way, and the base.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from cloud_trainer.core.effects import BuildVersion
+from cloud_trainer.outbox import Outbox
+from transport.errors import InvariantViolation
+from transport.messages import VersionOffer
+from transport.runtime.clock import Clock
+from transport.weights.digest import StateDigest
+from transport.weights.manifest import SigningKey
+from transport.weights.publication import Publication, build_delta_version, build_version0
+from transport.weights.tensors import TensorBytes
+
+_log = structlog.get_logger()
+
+Tensors = Mapping[str, TensorBytes]
+
+
+class Publisher:
+    """Builds versions of ``policy``; ``base`` are the weights of version ``base_version``.
+
+    ``build`` blocks and is called by one thread at a time; ``capture`` by any.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        signer: SigningKey,
+        clock: Clock,
+        *,
+        run: str,
+        policy: str,
+        model: Path,
+        base_version: int,
+        base: Tensors,
+    ) -> None:
+        self._outbox = outbox
+        self._signer = signer
+        self._clock = clock
+        self._run = run
+        self._policy = policy
+        self._model = model
+        self._base_version = base_version
+        self._base = base
+        self._base_digest: StateDigest | None = None
+        self._captured: dict[int, Tensors] = {}
+
+    def capture(self, step: int, tensors: Tensors) -> None:
+        """Keep the weights after ``step`` until their version is built."""
+        self._captured[step] = tensors
+
+    def build(self, order: BuildVersion) -> tuple[VersionOffer, dict[str, Any]]:
+        """Make a version durable in the outbox: its offer, and what was measured. A version that
+        is there already is offered as it is.
+
+        Raises:
+            ModelError: the model folder or its artefacts do not load.
+            IntegrityError: a weight is not finite.
+            StoreError: the disk refused.
+        """
+        started = self._clock.monotonic_s()
+        if order.step not in self._captured:
+            known = self._known(order)
+            if known is not None:
+                return known, {"version": order.version, "again": True}
+        publication, tensors = self._publication(order)
+        offer = self._outbox.add(publication, self._signer.sign(publication.manifest))
+        self._base_version, self._base = order.version, tensors
+        self._base_digest = publication.digests
+        self._captured.pop(order.step, None)
+        return offer, self._facts(publication, self._clock.monotonic_s() - started)
+
+    def _known(self, order: BuildVersion) -> VersionOffer | None:
+        manifest = self._outbox.manifest(order.version)
+        if manifest is None or manifest.parent != order.parent:
+            return None
+        if order.version == self._base_version and manifest.digest != self._digest().hex:
+            # The same number of another life of this folder, say with another model.
+            _log.warning("publisher.version_differs", version=order.version)
+            return None
+        return self._outbox.offer(order.version)
+
+    def _publication(self, order: BuildVersion) -> tuple[Publication, Tensors]:
+        wall_s = self._clock.wall_s()
+        if order.whole:
+            if order.version != self._base_version:
+                raise InvariantViolation(f"version {order.version} is not at hand as a whole")
+            publication = build_version0(
+                self._model,
+                tensors=self._base,
+                run=self._run,
+                policy=self._policy,
+                version=order.version,
+                step=order.step,
+                created_wall_s=wall_s,
+            )
+            return publication, self._base
+        new = self._captured.get(order.step)
+        if new is None or order.parent != self._base_version:
+            raise InvariantViolation(
+                f"version {order.version} of step {order.step} on {order.parent} cannot be built: "
+                f"the base is {self._base_version}, captured are {sorted(self._captured)}"
+            )
+        publication = build_delta_version(
+            self._base,
+            new,
+            run=self._run,
+            policy=self._policy,
+            version=order.version,
+            parent=order.parent,
+            step=order.step,
+            created_wall_s=wall_s,
+            base=self._digest(),
+        )
+        return publication, new
+
+    def _digest(self) -> StateDigest:
+        if self._base_digest is None:
+            self._base_digest = StateDigest.of(self._base)
+        return self._base_digest
+
+    def _facts(self, publication: Publication, seconds: float) -> dict[str, Any]:
+        manifest, delta = publication.manifest, publication.delta
+        facts: dict[str, Any] = {
+            "version": manifest.version,
+            "parent": manifest.parent,
+            "step": manifest.step,
+            "digest": manifest.digest,
+            "full_bytes": manifest.full_bytes,
+            "file_bytes": sum(entry.size_bytes for entry in manifest.files),
+            "build_s": round(seconds, 6),
+        }
+        if delta is not None:
+            facts["changed_cells"] = delta.changed_cells
+            facts["total_cells"] = delta.total_cells
+        return facts

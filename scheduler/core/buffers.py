@@ -1,0 +1,81 @@
+"""The groups that wait for one policy's trainer, earliest deadline first.
+
+A group's deadline is the last head step at which it may still be trained on. What always holds: a
+group is in the buffer once or not at all; ``take`` gives groups in the order of (deadline, index,
+job) and none whose deadline has passed; a deadline is looked at again before a group is given up,
+because a version's place in the tree may have become known since.
+"""
+
+import heapq
+from collections.abc import Callable
+
+Entry = tuple[int, int, str]
+Deadline = Callable[[str], int | None]
+
+
+class Buffer:
+    """Earliest deadline first over job ids; ``deadline_of`` is asked for the present deadline."""
+
+    def __init__(self, deadline_of: Deadline) -> None:
+        self._deadline_of = deadline_of
+        self._entries: dict[str, Entry] = {}
+        self._heap: list[Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, job: str) -> bool:
+        return job in self._entries
+
+    def jobs(self) -> list[str]:
+        return list(self._entries)
+
+    def add(self, job: str, index: int, deadline: int) -> None:
+        entry = (deadline, index, job)
+        self._entries[job] = entry
+        heapq.heappush(self._heap, entry)
+
+    def remove(self, job: str) -> None:
+        del self._entries[job]
+        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._entries):
+            self._heap = sorted(self._entries.values())
+
+    def first(self, count: int) -> list[str]:
+        """The next ``count`` groups, or all; they stay in the buffer."""
+        found: list[Entry] = []
+        while len(found) < count and self._settle_top():
+            found.append(heapq.heappop(self._heap))
+        for entry in found:
+            heapq.heappush(self._heap, entry)
+        return [job for _, _, job in found]
+
+    def expired(self, head_step: int) -> list[str]:
+        """Groups that can no longer be trained on at ``head_step``; they stay until removed."""
+        found: list[str] = []
+        while self._settle_top() and self._heap[0][0] < head_step:
+            _, index, job = heapq.heappop(self._heap)
+            deadline = self._deadline_of(job)
+            if deadline is None or deadline < head_step:
+                found.append(job)
+            else:
+                self.add(job, index, deadline)
+        return found
+
+    def rebuild(self) -> list[str]:
+        """Work out every deadline anew (the head moved to another lineage); returns the groups
+        that have none, which stay until removed."""
+        hopeless: list[str] = []
+        self._heap = []
+        for job, (_, index, _) in list(self._entries.items()):
+            deadline = self._deadline_of(job)
+            if deadline is None:
+                hopeless.append(job)
+            else:
+                self.add(job, index, deadline)
+        return hopeless
+
+    def _settle_top(self) -> bool:
+        """Drop what was removed or re-added from the top; false when nothing is left."""
+        while self._heap and self._entries.get(self._heap[0][2]) != self._heap[0]:
+            heapq.heappop(self._heap)
+        return bool(self._heap)

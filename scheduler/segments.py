@@ -1,0 +1,386 @@
+"""Bodies of trajectories on disk: append-only segments, rebuilt by scanning after any death.
+
+What always holds:
+
+1. A body that ``append`` called stored survives a power cut: the segment was synced first. One
+   sync covers a whole batch.
+2. A segment is synced before the next one is begun, so only the last can have a torn end; that end
+   was never called stored and is cut off when the folder is opened. A damaged body in the middle
+   is skipped alone.
+3. Marks (accepted by the scheduler, released) are in a file beside each segment and go with it.
+   Released marks are synced before ``release`` returns; accepted marks are not: a lost one costs
+   one more announcement.
+4. A segment goes when all its bodies are released. Segment numbers are not used again while the
+   folder lives.
+5. At most ``disk_bytes`` of segments: what does not fit is refused, not half-written.
+
+Record: magic "fftr", u32 header size, u32 body size, u32 CRC-32 of header and body, u32 CRC-32 of
+the sixteen bytes before, header (MessagePack ``GroupSummary``), body. Mark: kind byte, SHA-256,
+u32 CRC-32. Integers are little-endian.
+
+``append``, ``accept`` and ``release`` block and are called by one thread at a time; ``read`` by
+any.
+"""
+
+import errno
+import os
+import re
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from transport.errors import StoreError
+from transport.messages import GroupSummary
+from transport.runtime.files import fsync_dir, lock_folder, private_dir, store_errors
+
+MAGIC: Final = b"fftr"
+_START: Final = struct.Struct("<4sIII")
+_CRC: Final = struct.Struct("<I")
+_HEAD_BYTES: Final = _START.size + _CRC.size
+_MARK: Final = struct.Struct("<c32sI")
+_ACCEPTED: Final = b"a"
+_RELEASED: Final = b"r"
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NAME: Final = re.compile(r"segment-(\d{8})\.log")
+_decoder = msgspec.msgpack.Decoder(GroupSummary)
+
+
+class Outcome(Enum):
+    """What became of a body."""
+
+    STORED = "stored"
+    DUPLICATE = "duplicate"
+    FULL = "full"
+
+
+@dataclass(slots=True)
+class _Body:
+    segment: int
+    offset: int
+    size_bytes: int
+    summary: GroupSummary
+    accepted: bool = False
+
+
+@dataclass(slots=True)
+class _Segment:
+    number: int
+    size_bytes: int = 0
+    live: set[str] = field(default_factory=set)
+
+
+class BodyStore:
+    """Bodies by digest in one folder."""
+
+    def __init__(self, folder: Path, *, segment_bytes: int, disk_bytes: int) -> None:
+        """Claim the folder (made if need be) and rebuild the index.
+
+        Raises:
+            StoreError: used by another process, or the disk refuses.
+        """
+        self._folder = private_dir(folder)
+        self._lock = lock_folder(folder)
+        self._segment_bytes = segment_bytes
+        self._disk_bytes = disk_bytes
+        self._bodies: dict[str, _Body] = {}
+        self._segments: dict[int, _Segment] = {}
+        self._last: _Segment | None = None
+        self._file: int | None = None  # of the last segment
+        self._sealed: list[_Segment] = []  # within the present batch
+        self._highest_number = 0
+        self.size_bytes = 0
+        """Of all segments, released bodies included."""
+        self.torn_bytes = 0
+        """Cut off the last segment when the folder was opened."""
+        self.damaged = 0
+        """Records that are not what was written, found when the folder was opened."""
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._bodies)
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._bodies
+
+    def unaccepted(self) -> list[GroupSummary]:
+        """Stored, and not known to be in the scheduler's own store, oldest first. For the start:
+        not while another thread changes the store."""
+        return [body.summary for body in self._bodies.values() if not body.accepted]
+
+    def append(self, batch: Sequence[tuple[GroupSummary, bytes]]) -> list[Outcome]:
+        """Store bodies; STORED and DUPLICATE ones are durable when this returns.
+
+        Raises:
+            StoreError: the disk refuses in a way that space would not cure; nothing of the batch
+                counts as stored.
+        """
+        outcomes = []
+        staged: dict[str, _Body] = {}
+        for summary, body in batch:
+            if summary.digest in self._bodies or summary.digest in staged:
+                outcomes.append(Outcome.DUPLICATE)
+                continue
+            written = self._write(summary, body)
+            if written is not None:
+                staged[summary.digest] = written
+            outcomes.append(Outcome.FULL if written is None else Outcome.STORED)
+        if staged:
+            self._sync_last()
+        # Known only now: nobody may hear of a body that a power cut could still take away.
+        for digest, written in staged.items():
+            self._bodies[digest] = written
+            self._segments[written.segment].live.add(digest)
+        for segment in self._sealed:
+            if not segment.live:
+                self._remove(segment)
+        self._sealed.clear()
+        return outcomes
+
+    def read(self, digest: str) -> bytes | None:
+        """The body, checked against its digest; None when it is not there (any more) or damaged."""
+        body = self._bodies.get(digest)
+        if body is None:
+            return None
+        try:
+            with open(self._path(body.segment), "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), body.size_bytes, body.offset)
+        except OSError:
+            return None
+        return data if sha256(data).hexdigest() == digest else None
+
+    def accept(self, digests: Sequence[str]) -> None:
+        """The scheduler has these summaries. Unknown digests are ignored."""
+        marks: dict[int, list[str]] = {}
+        for digest in digests:
+            body = self._bodies.get(digest)
+            if body is not None and not body.accepted:
+                body.accepted = True
+                marks.setdefault(body.segment, []).append(digest)
+        for number, marked in marks.items():
+            self._mark(number, _ACCEPTED, marked, sync=False)
+
+    def release(self, digests: Sequence[str]) -> list[str]:
+        """Nobody needs these any more. Returns those that are gone for good, which unknown ones
+        are as well; a full disk may leave some to be released again.
+
+        Raises:
+            StoreError: the disk refuses in a way that space would not cure.
+        """
+        by_segment: dict[int, list[str]] = {}
+        for digest in digests:
+            body = self._bodies.get(digest)
+            if body is not None:
+                by_segment.setdefault(body.segment, []).append(digest)
+        kept: set[str] = set()
+        for number, released in by_segment.items():
+            segment = self._segments[number]
+            dies = segment is not self._last and segment.live <= set(released)
+            if not dies and not self._mark(number, _RELEASED, released, sync=True):
+                kept.update(released)
+                continue
+            segment.live.difference_update(released)
+            for digest in released:
+                self._bodies.pop(digest, None)
+            if dies:
+                self._remove(segment)
+        return [digest for digest in digests if digest not in kept]
+
+    def close(self) -> None:
+        """Give up the folder; idempotent."""
+        self._close_last()
+        self._lock.release()
+
+    # ---- writing ------------------------------------------------------------------------------
+
+    def _write(self, summary: GroupSummary, body: bytes) -> _Body | None:
+        """Append one record, unsynced; None when there is no room for it."""
+        meta = msgspec.msgpack.encode(summary)
+        start = _START.pack(MAGIC, len(meta), len(body), zlib.crc32(body, zlib.crc32(meta)))
+        head = start + _CRC.pack(zlib.crc32(start))
+        record_bytes = len(head) + len(meta) + len(body)
+        if self.size_bytes + record_bytes > self._disk_bytes:
+            return None
+        try:
+            segment, file = self._writable_segment()
+            self._write_at(file, segment, head + meta, body)
+        except StoreError as error:
+            if _is_full(error):
+                return None
+            raise
+        offset = segment.size_bytes + len(head) + len(meta)
+        segment.size_bytes += record_bytes
+        self.size_bytes += record_bytes
+        return _Body(segment.number, offset, len(body), summary)
+
+    def _write_at(self, file: int, segment: _Segment, head: bytes, body: bytes) -> None:
+        with store_errors("write", self._path(segment.number)):
+            try:
+                offset = segment.size_bytes
+                for part in (head, body):
+                    view = memoryview(part)
+                    while view:  # a full disk takes a part before it refuses
+                        written = os.pwrite(file, view, offset)
+                        view, offset = view[written:], offset + written
+            except OSError:
+                os.ftruncate(file, segment.size_bytes)
+                raise
+
+    def _writable_segment(self) -> tuple[_Segment, int]:
+        if self._last is not None and self._last.size_bytes >= self._segment_bytes:
+            self._seal()
+        if self._last is not None and self._file is not None:
+            return self._last, self._file
+        number = self._highest_number + 1
+        path = self._path(number)
+        with store_errors("create", path):
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fsync_dir(self._folder)
+        self._highest_number = number
+        self._last = self._segments[number] = _Segment(number)
+        return self._last, self._file
+
+    def _seal(self) -> None:
+        """No more records for the last segment."""
+        self._sync_last()
+        self._close_last()
+        if self._last is not None:
+            self._sealed.append(self._last)
+            self._last = None
+
+    def _sync_last(self) -> None:
+        if self._file is not None and self._last is not None:
+            with store_errors("sync", self._path(self._last.number)):
+                os.fsync(self._file)
+
+    def _close_last(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _mark(self, number: int, kind: bytes, digests: Sequence[str], *, sync: bool) -> bool:
+        """Append marks to a segment's file; False when the disk is full."""
+        data = bytearray()
+        for digest in digests:
+            start = kind + bytes.fromhex(digest)
+            data += start + _CRC.pack(zlib.crc32(start))
+        path = self._marks_path(number)
+        try:
+            with store_errors("write", path), open(path, "ab", buffering=0) as file:
+                before = file.tell()
+                if file.write(data) != len(data):
+                    file.truncate(before)
+                    return False
+                if sync:
+                    os.fsync(file.fileno())
+        except StoreError as error:
+            if _is_full(error):
+                return False
+            raise
+        if sync and before == 0:
+            fsync_dir(self._folder)
+        return True
+
+    def _remove(self, segment: _Segment) -> None:
+        with store_errors("remove", self._path(segment.number)):
+            self._path(segment.number).unlink(missing_ok=True)
+            self._marks_path(segment.number).unlink(missing_ok=True)
+        fsync_dir(self._folder)
+        del self._segments[segment.number]
+        self.size_bytes -= segment.size_bytes
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"segment-{number:08d}.log"
+
+    def _marks_path(self, number: int) -> Path:
+        return self._folder / f"segment-{number:08d}.marks"
+
+    # ---- opening ------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        with store_errors("read", self._folder):
+            names = sorted(path.name for path in self._folder.iterdir())
+        numbers = [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
+        for number in numbers:
+            segment = self._segments[number] = _Segment(number)
+            with store_errors("read", self._path(number)):
+                self._scan(segment, is_last=number == numbers[-1])
+                self._read_marks(number)
+            self.size_bytes += segment.size_bytes
+            self._highest_number = number
+        for segment in list(self._segments.values()):
+            if not segment.live:
+                self._remove(segment)
+        self._last = self._segments.get(self._highest_number)
+        if self._last is not None:
+            with store_errors("open", self._path(self._last.number)):
+                self._file = os.open(self._path(self._last.number), os.O_RDWR | os.O_CLOEXEC)
+
+    def _scan(self, segment: _Segment, *, is_last: bool) -> None:
+        """Index a segment's records. Bodies are checked in the last one only: the others were
+        synced before it was begun, and every read is checked."""
+        with open(self._path(segment.number), "rb+") as file:
+            end = os.fstat(file.fileno()).st_size
+            while segment.size_bytes < end:
+                file.seek(segment.size_bytes)
+                head = file.read(_HEAD_BYTES)
+                if len(head) < _HEAD_BYTES or _CRC.pack(zlib.crc32(head[:-4])) != head[-4:]:
+                    break
+                magic, meta_bytes, body_bytes, crc = _START.unpack(head[:-4])
+                record_bytes = _HEAD_BYTES + meta_bytes + body_bytes
+                if magic != MAGIC or segment.size_bytes + record_bytes > end:
+                    break
+                meta = file.read(meta_bytes)
+                sound = not is_last or zlib.crc32(file.read(body_bytes), zlib.crc32(meta)) == crc
+                self._take(segment, meta if sound else b"", body_bytes, record_bytes)
+            if segment.size_bytes < end and is_last:
+                self.torn_bytes = end - segment.size_bytes
+                file.truncate(segment.size_bytes)
+                os.fsync(file.fileno())
+            elif segment.size_bytes < end:
+                self.damaged += 1
+                segment.size_bytes = end
+
+    def _take(self, segment: _Segment, meta: bytes, body_bytes: int, record_bytes: int) -> None:
+        try:
+            summary = _decoder.decode(meta)
+        except msgspec.DecodeError:
+            self.damaged += 1
+        else:
+            offset = segment.size_bytes + record_bytes - body_bytes
+            self._bodies[summary.digest] = _Body(segment.number, offset, body_bytes, summary)
+            segment.live.add(summary.digest)
+        segment.size_bytes += record_bytes
+
+    def _read_marks(self, number: int) -> None:
+        try:
+            data = self._marks_path(number).read_bytes()
+        except FileNotFoundError:
+            return
+        whole = len(data) - len(data) % _MARK.size
+        for kind, raw, crc in _MARK.iter_unpack(data[:whole]):
+            digest = raw.hex()
+            body = self._bodies.get(digest)
+            if zlib.crc32(kind + raw) != crc or body is None or body.segment != number:
+                continue
+            if kind == _ACCEPTED:
+                body.accepted = True
+            elif kind == _RELEASED:
+                del self._bodies[digest]
+                self._segments[number].live.discard(digest)
+        if whole < len(data):
+            os.truncate(self._marks_path(number), whole)
+
+
+def _is_full(error: StoreError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL

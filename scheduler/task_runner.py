@@ -1,0 +1,221 @@
+"""Keeps one task-source process per run and turns its answers into events.
+
+What always holds: every request is answered by ``ItemsProduced`` or the run by one
+``TaskSourceFailed``, however often the process dies meanwhile; requests that are out already are
+not sent again; a process that dies again and again without an answer is not restarted for ever.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Literal
+
+import msgspec
+import structlog
+
+from scheduler.core.events import ItemsProduced, TaskSourceFailed
+from scheduler.task_source import (
+    FRAME_BYTES,
+    MAX_COUNT,
+    SIZE,
+    SourceAnswer,
+    SourceFailed,
+    SourceItems,
+    SourceRequest,
+    frame,
+)
+from transport.runs import RunSpec
+
+MAX_DEATHS: Final = 5
+"""Without an answer in between."""
+
+FIRST_RESTART_S: Final = 0.5
+MAX_RESTART_S: Final = 10.0
+STOP_GRACE_S: Final = 2.0
+MAX_OUTSTANDING: Final = 1024
+"""Requests per run; the core asks for more only after an answer."""
+
+STDERR_TAIL_BYTES: Final = 2000
+
+Kind = Literal["train", "eval"]
+OnEvent = Callable[[ItemsProduced | TaskSourceFailed], None]
+
+_log = structlog.get_logger()
+_decoder = msgspec.msgpack.Decoder(SourceAnswer)
+
+
+class TaskRunner:
+    """The task sources of all live runs. ``on_event`` is called on the event loop."""
+
+    def __init__(self, on_event: OnEvent, rng: random.Random) -> None:
+        self._on_event = on_event
+        self._rng = rng
+        self._runs: dict[str, _RunSource] = {}
+
+    def start(self, run: RunSpec) -> None:
+        """Starting a running one is harmless."""
+        if run.name not in self._runs:
+            self._runs[run.name] = _RunSource(run, self._on_event, self._rng)
+
+    def produce(self, run: str, kind: Kind, start: int, count: int) -> None:
+        """Ask for items; the answer may come in parts. Unknown runs are ignored: the core has
+        stopped them since."""
+        source = self._runs.get(run)
+        if source is not None:
+            for first in range(start, start + count, MAX_COUNT):
+                part = min(MAX_COUNT, start + count - first)
+                source.ask(SourceRequest(kind=kind, start=first, count=part))
+
+    async def stop(self, run: str) -> None:
+        source = self._runs.pop(run, None)
+        if source is not None:
+            await source.close()
+
+    async def close(self) -> None:
+        """Stop all of them."""
+        sources = list(self._runs.values())
+        self._runs.clear()
+        await asyncio.gather(*(source.close() for source in sources))
+
+
+class _RunSource:
+    """One run's process, over all its lives."""
+
+    def __init__(self, run: RunSpec, on_event: OnEvent, rng: random.Random) -> None:
+        self._run = run
+        self._on_event = on_event
+        self._rng = rng
+        self._outstanding: deque[SourceRequest] = deque()
+        self._process: asyncio.subprocess.Process | None = None
+        self._deaths = 0
+        self._tail = b""
+        self._task = asyncio.get_running_loop().create_task(
+            self._keep_running(), name=f"task-source {run.name}"
+        )
+
+    def ask(self, request: SourceRequest) -> None:
+        if request in self._outstanding or len(self._outstanding) >= MAX_OUTSTANDING:
+            return
+        self._outstanding.append(request)
+        if self._process is not None:
+            self._write(frame(request))
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _keep_running(self) -> None:
+        while True:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "scheduler.task_source",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                # Some generators iterate over sets: without this, items would differ per process.
+                env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+            try:
+                failed = await self._converse(process)
+            finally:
+                await self._end(process)
+            if failed:
+                return
+            self._deaths += 1
+            status = process.returncode
+            if self._deaths >= MAX_DEATHS:
+                tail = self._tail.decode("utf-8", "replace").strip()
+                self._fail("task.process", f"ended {MAX_DEATHS} times (status {status}): {tail}")
+                return
+            _log.warning("task_source.ended", run=self._run.name, status=status)
+            delay_s = min(MAX_RESTART_S, FIRST_RESTART_S * 2 ** (self._deaths - 1))
+            await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
+
+    async def _converse(self, process: asyncio.subprocess.Process) -> bool:
+        """Until the process ends; returns whether the source has failed for good."""
+        stdout, stderr = process.stdout, process.stderr
+        assert stdout is not None  # noqa: S101 - asked for as a pipe
+        assert stderr is not None  # noqa: S101 - likewise
+        self._process, self._tail = process, b""
+        tail = asyncio.create_task(self._keep_tail(stderr))
+        try:
+            self._write(frame(self._run))
+            for request in self._outstanding:
+                self._write(frame(request))
+            while (data := await _read_frame(stdout)) is not None:
+                try:
+                    answer = _decoder.decode(data)
+                except msgspec.DecodeError:
+                    return False
+                if isinstance(answer, SourceFailed):
+                    self._fail(answer.code, answer.message)
+                    return True
+                self._answered(answer)
+            await asyncio.wait([tail], timeout=STOP_GRACE_S)
+            return False
+        finally:
+            self._process = None
+            tail.cancel()
+
+    def _answered(self, answer: SourceItems) -> None:
+        self._deaths = 0
+        if self._outstanding:  # answers come in the order of requests
+            self._outstanding.popleft()
+        if answer.end is not None and not answer.items:
+            _log.info("task_source.held_out_end", run=self._run.name, items=answer.end)
+        self._on_event(
+            ItemsProduced(
+                run=self._run.name, kind=answer.kind, start=answer.start, items=answer.items
+            )
+        )
+
+    def _fail(self, code: str, message: str) -> None:
+        self._outstanding.clear()
+        self._on_event(TaskSourceFailed(run=self._run.name, code=code, message=message))
+
+    def _write(self, data: bytes) -> None:
+        # The pipe may be gone; the reader sees the end of the process.
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._process.stdin.write(data)
+
+    async def _keep_tail(self, stderr: asyncio.StreamReader) -> None:
+        while data := await stderr.read(4096):
+            self._tail = (self._tail + data)[-STDERR_TAIL_BYTES:]
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """The end of its input ends it; what lingers is killed with its group."""
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_GRACE_S):
+                await process.wait()
+        except (TimeoutError, asyncio.CancelledError) as error:
+            _kill(process)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            await process.wait()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _read_frame(stream: asyncio.StreamReader) -> bytes | None:
+    """The next frame, None when the process has ended or talks nonsense."""
+    try:
+        (size,) = SIZE.unpack(await stream.readexactly(SIZE.size))
+        if size > FRAME_BYTES:
+            return None
+        return await stream.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionResetError):
+        return None

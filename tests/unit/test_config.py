@@ -1,0 +1,129 @@
+"""Settings: every wrong key, type, range and unit is refused with its path."""
+
+from pathlib import Path
+
+import pytest
+
+from edge_agent.config import AgentConfig
+from farflow.reference import reference
+from farflow.run_file import run_spec
+from farflow.up_config import up_config
+from scheduler.config import SchedulerConfig
+from transport.errors import ConfigError
+from transport.runtime.config import collect, load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "file.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[scheduler]\nleese_s = 3", "scheduler.leese_s: unknown key"),
+        ("[scheduler]\nlease_s = 'soon'", "scheduler.lease_s"),
+        ("[scheduler]\nlease_s = -1", "scheduler.lease_s"),
+        ("[scheduler]\nplacement = 'best'", "scheduler.placement"),
+        ("[schedular]\nx = 1", "unknown table [schedular]"),
+        ("scheduler = 3", "scheduler must be a table"),
+        ("[scheduler", "not valid TOML"),
+        ("[transport]\ncontrol_port = 70000", "transport.control_port"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_path(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(SchedulerConfig, [write(tmp_path, text)], environ={})
+    assert expected in str(error.value)
+
+
+def test_a_nested_table_is_checked_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.fake\.tokens: unknown key"):
+        load_config(AgentConfig, [write(tmp_path, "[agent.fake]\ntokens = 1")], environ={})
+
+
+def test_units_are_read_in_time_and_size_fields(tmp_path: Path) -> None:
+    path = write(tmp_path, "[agent]\nspool_bytes = '64MiB'\ndrain_s = '1500ms'")
+    config = load_config(AgentConfig, [path], environ={}).value
+    assert (config.agent.spool_bytes, config.agent.drain_s) == (64 * 2**20, 1.5)
+
+
+def test_later_sources_win_and_are_remembered(tmp_path: Path) -> None:
+    path = write(tmp_path, "[scheduler]\nlease_s = 10\nheartbeat_s = 1")
+    resolved = load_config(
+        SchedulerConfig,
+        [path],
+        ["scheduler.lease_s=30"],
+        {"FARFLOW_SCHEDULER__LEASE_S": "20", "FARFLOW_SCHEDULER__PREFETCH_GROUPS": "2"},
+    )
+    table = resolved.value.scheduler
+    assert (table.lease_s, table.heartbeat_s, table.prefetch_groups) == (30.0, 1.0, 2)
+    assert resolved.origins["scheduler.lease_s"] == "--set"
+    assert resolved.origins["scheduler.prefetch_groups"] == "environment"
+    assert resolved.origins["scheduler.heartbeat_s"] == str(path)
+
+
+def test_tables_of_other_daemons_are_left_to_them(tmp_path: Path) -> None:
+    path = write(tmp_path, "[agent]\nslots = 3\n[scheduler]\nlease_s = 5")
+    assert load_config(AgentConfig, [path], environ={}).value.agent.slots == 3
+
+
+@pytest.mark.parametrize("text", ["no_equals", "=3", "a..b=1"])
+def test_a_malformed_override_says_how_to_write_it(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"table\.field=value"):
+        load_config(SchedulerConfig, [], [text], {})
+
+
+RUN = """
+[run]
+name = "r"
+[policies.p]
+model = "."
+[task]
+source = "reasoning-gym"
+dataset = "chain_sum"
+[workflow]
+policies = ["p"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('name = "r"', 'name = "R!"', "run.name"),
+        ('model = "."', 'model = "nowhere"', "policies.p.model"),
+        ('model = "."', 'model = "."\nstepz = 1', "policies.p.stepz: unknown key"),
+        ('policies = ["p"]', 'policies = ["q"]', "workflow.policies"),
+        ('policies = ["p"]', "policies = []", "policies.p: is trained"),
+        ('source = "reasoning-gym"', 'source = "jsonl"', "task.path: missing"),
+        ('dataset = "chain_sum"', "", "task.dataset: missing"),
+        ("[task]", "[tasks]", "unknown table [tasks]"),
+        ('[workflow]\npolicies = ["p"]', "", "[workflow]: missing"),
+    ],
+)
+def test_a_wrong_run_file_names_the_key(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    assert old in RUN
+    with pytest.raises(ConfigError) as error:
+        run_spec(collect([write(tmp_path, RUN.replace(old, new))], (), {})[0], tmp_path)
+    assert expected in str(error.value)
+
+
+def test_an_agent_of_up_is_checked_like_the_agent_table(tmp_path: Path) -> None:
+    path = write(tmp_path, "[local.agents.a]\nslotz = 1")
+    with pytest.raises(ConfigError, match=r"local\.agents\.a\.slotz: unknown key"):
+        up_config(collect([path], (), {})[0])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)
+def test_every_example_resolves(path: Path) -> None:
+    data, _ = collect([path], (), {})
+    run_spec(data, path.parent)
+    up_config(data)
+
+
+def test_the_configuration_page_is_generated() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference(), "run: farflow config reference > docs/configuration.md"
