@@ -298,6 +298,8 @@ def lineage_ids(folder: Path) -> list[tuple[int, tuple[str, ...]]]:
     Raises:
         IntegrityError: the newest checkpoint or its lineage is damaged.
     """
+    if not (folder / "lineage").is_dir():
+        return []
     checkpoints = CheckpointFolder(folder, keep=1)
     meta = checkpoints.newest()
     return [] if meta is None else [(e.step, e.jobs) for e in checkpoints.lineage(meta)]

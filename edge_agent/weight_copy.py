@@ -35,15 +35,14 @@ from transport.errors import (
     StoreError,
 )
 from transport.messages import VersionRef, WeightsPlan
-from transport.weights.blobs import (
-    BlobFolder,
-    disk_errors,
-    link_or_copy,
-    sync_folder,
-    write_durably,
+from transport.weights.blobs import BlobFolder, disk_errors, write_durably
+from transport.weights.folder import (
+    check_artefacts,
+    link_model_folder,
+    read_model_folder,
+    write_model_folder,
 )
-from transport.weights.folder import check_artefacts, read_model_folder, write_model_folder
-from transport.weights.manifest import FileEntry, SignedManifest, verify
+from transport.weights.manifest import FileEntry, SignedManifest, Signer, verify
 from transport.weights.manifest_folder import StoredManifest, read_trusted
 from transport.weights.plan import check_plan
 from transport.weights.state import WeightState, advanced, checked_state, state_of_snapshot
@@ -115,7 +114,7 @@ class StagedVersion:
 class WeightCopies:
     """The copies of every policy that this agent hosts. Belongs to one thread at a time.
 
-    ``trusted`` (key id to public key) are the trainers' and the weight store's keys.
+    ``trusted`` (by key id) are the trainers' keys, each for its policy.
     ``max_plan_bytes`` bounds what one plan may bring in.
     """
 
@@ -123,7 +122,7 @@ class WeightCopies:
         self,
         folder: Path,
         *,
-        trusted: Mapping[str, str],
+        trusted: Mapping[str, Signer],
         fold_every: int = FOLD_EVERY,
         max_plan_bytes: int | None = None,
     ) -> None:
@@ -168,7 +167,7 @@ class WeightCopies:
         """
         if self._copy(policy).deltas:
             self._fold(policy)
-        return self._copy(policy).base
+        return self._copies[policy].base
 
     # ---- a new version ----------------------------------------------------------------------
 
@@ -262,10 +261,10 @@ class WeightCopies:
         if held != staged.replaces:
             raise BaseVersionMismatch(f"the copy of {policy} moved on since {staged.version} came")
         if staged.base is not None:
-            base, base_manifest = self._new_base(staged, staged.base), staged.base
+            base, manifest = self._new_base(staged, staged.base), staged.base
         else:
-            base, base_manifest = self._copy(policy).base, self._copy(policy).base_manifest
-        after = _Copy(staged.state, base, base_manifest, staged.deltas, staged.artefacts)
+            base, manifest = self._copy(policy).base, self._copy(policy).base_manifest
+        after = _Copy(staged.state, base, manifest, staged.deltas, staged.artefacts)
         self._switch(policy, after)
         self._staged.pop(policy, None)
         if len(after.deltas) >= self._fold_every:
@@ -348,17 +347,14 @@ class WeightCopies:
             artefacts = check_artefacts(staged.local, staged.artefacts)
             write_model_folder(target, staged.state.tensors, artefacts)
             return target
-        blobs = self.blobs(staged.policy)
         old = self._copies.get(staged.policy)
-        with disk_errors(f"making {target}"):
-            target.mkdir()
-            for entry in (*base.manifest.of_kind("snapshot"), *staged.artefacts):
-                source = blobs.path(entry.digest)
-                if not source.exists() and old is not None:
-                    source = old.base / entry.name  # an artefact that is held already
-                link_or_copy(source, target / entry.name)
-            sync_folder(target)
-            sync_folder(target.parent)
+        sources: dict[str, Path] = {}
+        for entry in (*base.manifest.of_kind("snapshot"), *staged.artefacts):
+            path = self.blobs(staged.policy).path(entry.digest)
+            if not path.exists() and old is not None:
+                path = old.base / entry.name  # an artefact that is held already
+            sources[entry.name] = path
+        link_model_folder(target, sources)
         return target
 
     def _free_base(self, policy: str, version: int) -> Path:

@@ -15,8 +15,8 @@ What always holds:
 5. At most ``disk_bytes`` of segments: what does not fit is refused, not half-written.
 
 Record: magic "fftr", u32 header size, u32 body size, u32 CRC-32 of header and body, u32 CRC-32 of
-the sixteen bytes before, header (MessagePack ``GroupSummary``), body. Mark: kind byte, SHA-256,
-u32 CRC-32. Integers are little-endian.
+the sixteen bytes before, header (MessagePack ``GroupSummary``), body. Mark: kind byte, u64 offset
+of the body, u32 CRC-32. Integers are little-endian.
 
 ``append``, ``accept`` and ``release`` block and are called by one thread at a time; ``read`` by
 any.
@@ -44,7 +44,8 @@ MAGIC: Final = b"fftr"
 _START: Final = struct.Struct("<4sIII")
 _CRC: Final = struct.Struct("<I")
 _HEAD_BYTES: Final = _START.size + _CRC.size
-_MARK: Final = struct.Struct("<c32sI")
+_MARK_START: Final = struct.Struct("<cQ")
+_MARK: Final = struct.Struct("<cQI")
 _ACCEPTED: Final = b"a"
 _RELEASED: Final = b"r"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -161,14 +162,14 @@ class BodyStore:
 
     def accept(self, digests: Sequence[str]) -> None:
         """The scheduler has these summaries. Unknown digests are ignored."""
-        marks: dict[int, list[str]] = {}
+        marks: dict[int, list[int]] = {}
         for digest in digests:
             body = self._bodies.get(digest)
             if body is not None and not body.accepted:
                 body.accepted = True
-                marks.setdefault(body.segment, []).append(digest)
-        for number, marked in marks.items():
-            self._mark(number, _ACCEPTED, marked, sync=False)
+                marks.setdefault(body.segment, []).append(body.offset)
+        for number, offsets in marks.items():
+            self._mark(number, _ACCEPTED, offsets, sync=False)
 
     def release(self, digests: Sequence[str]) -> list[str]:
         """Nobody needs these any more. Returns those that are gone for good, which unknown ones
@@ -178,7 +179,7 @@ class BodyStore:
             StoreError: the disk refuses in a way that space would not cure.
         """
         by_segment: dict[int, list[str]] = {}
-        for digest in digests:
+        for digest in dict.fromkeys(digests):
             body = self._bodies.get(digest)
             if body is not None:
                 by_segment.setdefault(body.segment, []).append(digest)
@@ -186,12 +187,13 @@ class BodyStore:
         for number, released in by_segment.items():
             segment = self._segments[number]
             dies = segment is not self._last and segment.live <= set(released)
-            if not dies and not self._mark(number, _RELEASED, released, sync=True):
+            offsets = [self._bodies[digest].offset for digest in released]
+            if not dies and not self._mark(number, _RELEASED, offsets, sync=True):
                 kept.update(released)
                 continue
             segment.live.difference_update(released)
             for digest in released:
-                self._bodies.pop(digest, None)
+                del self._bodies[digest]
             if dies:
                 self._remove(segment)
         return [digest for digest in digests if digest not in kept]
@@ -268,11 +270,11 @@ class BodyStore:
             os.close(self._file)
             self._file = None
 
-    def _mark(self, number: int, kind: bytes, digests: Sequence[str], *, sync: bool) -> bool:
+    def _mark(self, number: int, kind: bytes, offsets: Sequence[int], *, sync: bool) -> bool:
         """Append marks to a segment's file; False when the disk is full."""
         data = bytearray()
-        for digest in digests:
-            start = kind + bytes.fromhex(digest)
+        for offset in offsets:
+            start = _MARK_START.pack(kind, offset)
             data += start + _CRC.pack(zlib.crc32(start))
         path = self._marks_path(number)
         try:
@@ -368,15 +370,15 @@ class BodyStore:
         except FileNotFoundError:
             return
         whole = len(data) - len(data) % _MARK.size
-        for kind, raw, crc in _MARK.iter_unpack(data[:whole]):
-            digest = raw.hex()
-            body = self._bodies.get(digest)
-            if zlib.crc32(kind + raw) != crc or body is None or body.segment != number:
+        by_offset = {self._bodies[digest].offset: digest for digest in self._segments[number].live}
+        for kind, offset, crc in _MARK.iter_unpack(data[:whole]):
+            digest = by_offset.get(offset)
+            if digest is None or zlib.crc32(_MARK_START.pack(kind, offset)) != crc:
                 continue
             if kind == _ACCEPTED:
-                body.accepted = True
+                self._bodies[digest].accepted = True
             elif kind == _RELEASED:
-                del self._bodies[digest]
+                del self._bodies[digest], by_offset[offset]
                 self._segments[number].live.discard(digest)
         if whole < len(data):
             os.truncate(self._marks_path(number), whole)

@@ -8,7 +8,8 @@ tree. Every retained version can be served to an agent that has nothing. A file 
 damaged is no longer offered.
 
     FOLDER/POLICY/manifests/NUMBER    signed by the trainer
-    FOLDER/POLICY/snapshots/NUMBER    signed by this store: full weights of a version, materialised
+    FOLDER/POLICY/snapshots/NUMBER    full weights of a version that this store made, unsigned:
+                                      the version's own manifest proves what they add up to
     FOLDER/POLICY/blobs/SHA256        files of both; SHA256.part is still coming in
 
 Belongs to one thread. Costs: the head's weights in memory (the first version's are mapped), and
@@ -30,7 +31,7 @@ from transport.weights.folder import snapshot_files, write_model_folder
 from transport.weights.manifest import (
     FileEntry,
     SignedManifest,
-    SigningKey,
+    Signer,
     VersionManifest,
     verify,
 )
@@ -84,22 +85,19 @@ class _Policy:
 class WeightVersions:
     """All versions of all policies in ``folder``.
 
-    ``signer`` signs the snapshots that the store makes; agents trust its key beside the trainers'.
-    ``trusted`` (key id to public key) says whose versions are taken; the caller may change it.
+    ``trusted`` (by key id) says whose versions of which policy are taken; the caller may change it.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        signer: SigningKey,
-        trusted: Mapping[str, str],
+        trusted: Mapping[str, Signer],
         snapshot_every: int = SNAPSHOT_EVERY,
         keep_versions: int = KEEP_VERSIONS,
     ) -> None:
         """Load what is on disk. Raises StoreError when the folder cannot be used."""
         self._folder = folder
-        self._signer = signer
         self._trusted = trusted
         self._snapshot_every = snapshot_every
         self._keep_versions = keep_versions
@@ -211,12 +209,14 @@ class WeightVersions:
             raise StoreError(f"version {target} of {policy} is unknown, not kept or damaged")
         steps: list[PlanStep] = []
         if route.from_snapshot:
-            start = p.snapshots[route.start]
-            artefacts = p.root.manifest.of_kind("artefact")
-            if start is not p.root and artefacts:
-                steps.append(p.root.step(artefacts))
-            own = artefacts if start is p.root else ()
-            steps.append(start.step((*own, *start.manifest.of_kind("snapshot"))))
+            start, artefacts = p.snapshots[route.start], p.root.manifest.of_kind("artefact")
+            shards = start.manifest.of_kind("snapshot")
+            if start is p.root:
+                steps.append(start.step((*artefacts, *shards)))
+            else:
+                steps.extend([p.root.step(artefacts)] if artefacts else [])
+                steps.append(p.versions[route.start].step(()))
+                steps.append(start.step(shards))
         chain = (p.versions[number] for number in route.deltas)
         steps.extend(stored.step(stored.manifest.of_kind("delta")) for stored in chain)
         return WeightsPlan(policy=policy, version=target, steps=tuple(steps))
@@ -385,6 +385,7 @@ class WeightVersions:
         )
         version = policy.versions[state.version].manifest
         manifest = msgspec.structs.replace(version, files=entries)
-        signed = self._signer.sign(manifest)
+        data = msgspec.msgpack.encode(manifest)
+        signed = SignedManifest(manifest=data, signature=b"", key_id="")
         policy.snapshot_manifests.write(state.version, signed)
         self._register(policy, StoredManifest(manifest, signed), snapshot=True)

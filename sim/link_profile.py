@@ -27,7 +27,7 @@ QUEUE_TIME_S: Final = 0.2
 """Otherwise it holds what the link carries in this time, as routers' rules of thumb have it."""
 MIN_RATE_BITS_PER_S: Final = 8_000.0
 """Below it one packet occupies the link for more than a second, and nothing of ours would work."""
-MAX_DELAY_S: Final = 60.0
+MAX_DELAY_S: Final = 10.0
 """A longer delay is a wrong unit, not a link."""
 
 _RTT_KEYS: Final = ("rtt", "delay_up", "delay_down", "jitter")

@@ -27,7 +27,7 @@ import random
 import socket
 from collections.abc import Mapping
 from functools import partial
-from typing import Final, Self
+from typing import Final
 
 import structlog
 
@@ -53,7 +53,6 @@ SOCKET_BUFFER_BYTES: Final = 128 * 1024
 CONNECT_TIMEOUT_S: Final = 10.0
 MAX_CONNECTIONS: Final = 1024
 """More at once are reset: one agent needs a few, and a reconnect storm must not eat the machine."""
-BACKLOG_CONNECTIONS: Final = 128
 
 _log = structlog.get_logger()
 _READ_BUFFER: Final = memoryview(bytearray(READ_BYTES))
@@ -207,6 +206,7 @@ class LinkProxy:
         self.time = LinkTime()
         self.up = Lane(self.time, random.Random(rng.getrandbits(64)))  # noqa: S311 - no secret
         self.down = Lane(self.time, random.Random(rng.getrandbits(64)))  # noqa: S311
+        self.addresses: dict[str, Address] = {}  # where each target is reached, after start
         self._listen = dict(listen or {})
         if unknown := sorted(set(self._listen) - set(targets)):
             raise ConfigError(
@@ -230,17 +230,14 @@ class LinkProxy:
 
         Raises ``ConfigError`` naming target and address when one cannot be bound.
         """
-        addresses = {}
         for target in self._targets.values():
             sock = _listening_socket(target.name, self._listen.get(target.name, ("127.0.0.1", 0)))
             self._servers.append(
-                await self._loop.create_server(
-                    partial(self._accept, target), sock=sock, backlog=BACKLOG_CONNECTIONS
-                )
+                await self._loop.create_server(partial(self._accept, target), sock=sock)
             )
             host, port = sock.getsockname()[:2]
-            addresses[target.name] = (host, port)
-        return addresses
+            self.addresses[target.name] = (host, port)
+        return self.addresses
 
     async def close(self) -> None:
         """Closes listeners and connections (resets: what is under way is lost); idempotent."""
@@ -259,13 +256,6 @@ class LinkProxy:
         await self._quiet.wait()
         for server in self._servers:
             await server.wait_closed()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     def set_profile(self, profile: LinkProfile) -> None:
         """From now on the link is like ``profile``; its outages count from now.

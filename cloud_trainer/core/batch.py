@@ -5,6 +5,8 @@ scheduler as often as it is granted; the batch is complete when every granted gr
 refused one must first be taken out of the grant by the scheduler.
 """
 
+from collections.abc import Mapping
+
 from cloud_trainer.core.effects import Effect, ForgetBodies, RenewLink, ToScheduler, ToTrajectoryLog
 from cloud_trainer.core.events import BodyChecked
 from cloud_trainer.core.fetching import BatchFetch
@@ -25,6 +27,7 @@ class Batch:
         self._settings = settings
         self._fetch = BatchFetch(
             window_bytes=settings.fetch_window_bytes,
+            max_open=settings.max_open_bodies,
             timeout_s=settings.fetch_timeout_s,
             missing_retry_s=settings.missing_retry_s,
             tries=settings.body_tries,
@@ -81,18 +84,7 @@ class Batch:
 
     def refusals(self) -> list[Effect]:
         """Every granted group that cannot be used, as told to the scheduler."""
-        return [
-            ToScheduler(
-                message=GroupUnusable(
-                    policy=self._settings.policy,
-                    step=self.step,
-                    job=ref.job,
-                    code=self.refused[ref.job],
-                )
-            )
-            for ref in self.groups
-            if ref.job in self.refused
-        ]
+        return refusals(self._settings.policy, self.step, self.groups, self.refused)
 
     def drop(self) -> list[Effect]:
         """The batch is not wanted any more."""
@@ -101,4 +93,17 @@ class Batch:
 
     @property
     def complete(self) -> bool:
-        return self._fetch.complete and not any(ref.job in self.refused for ref in self.groups)
+        return self._fetch.complete
+
+
+def refusals(
+    policy: str, step: int, groups: tuple[GroupRef, ...], codes: Mapping[str, str]
+) -> list[Effect]:
+    """``GroupUnusable`` for every group whose job has a code."""
+    return [
+        ToScheduler(
+            message=GroupUnusable(policy=policy, step=step, job=ref.job, code=codes[ref.job])
+        )
+        for ref in groups
+        if ref.job in codes
+    ]

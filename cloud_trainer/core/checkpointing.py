@@ -11,8 +11,15 @@ steps since the checkpoint that counts.
 
 from enum import Enum
 
-from cloud_trainer.core.effects import CommitCheckpoint, Effect, LineageStep, WriteCheckpoint
+from cloud_trainer.core.effects import (
+    CommitCheckpoint,
+    Effect,
+    LineageStep,
+    ToScheduler,
+    WriteCheckpoint,
+)
 from cloud_trainer.core.publishing import Publications
+from transport.messages import CheckpointReport, TrainerInventory
 
 
 class _Stage(Enum):
@@ -24,7 +31,8 @@ class _Stage(Enum):
 class Checkpoints:
     """The last committed checkpoint and the one that is being made."""
 
-    def __init__(self, step: int, version: int) -> None:
+    def __init__(self, policy: str, step: int, version: int) -> None:
+        self._policy = policy
         self.step = step
         self.version = version
         self.trained: list[LineageStep] = []
@@ -62,10 +70,17 @@ class Checkpoints:
         self._stage = _Stage.COMMITTING
         return [CommitCheckpoint(step=self._open[0])]
 
-    def take_report(self, publications: Publications) -> tuple[int, int] | None:
-        """Step and version of a checkpoint that may now be reported, once."""
+    def reports(self, publications: Publications) -> list[Effect]:
+        """What the scheduler may now be told, once."""
         found = self._unreported
         if found is None or not publications.is_durable(found[1]):
-            return None
+            return []
         self._unreported = None
-        return found
+        report = CheckpointReport(policy=self._policy, step=found[0], version=found[1])
+        return [ToScheduler(message=report)]
+
+    def inventory(self) -> TrainerInventory:
+        """Where a new incarnation would begin."""
+        return TrainerInventory(
+            policy=self._policy, checkpoint_step=self.step, checkpoint_version=self.version
+        )

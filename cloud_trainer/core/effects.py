@@ -2,7 +2,7 @@
 
 import msgspec
 
-from transport.messages import GroupRef, Message, Plane
+from transport.messages import GroupRef, Message, Plane, StepReport
 from transport.runs import RunSpec
 
 
@@ -53,6 +53,12 @@ class RunStep(Effect, frozen=True, kw_only=True):
 
     step: int
     groups: tuple[GroupRef, ...]
+
+
+class RecordStep(Effect, frozen=True, kw_only=True):
+    """Keep the facts of a step for people."""
+
+    report: StepReport
 
 
 class BuildVersion(Effect, frozen=True, kw_only=True):

@@ -1,9 +1,10 @@
 """Fetching the bodies of a granted batch.
 
 What always holds: at most ``window_bytes`` of bodies are asked for and not yet here (one body may
-be larger than that); a body that does not come is asked for again; a job is given up only for
-what was learnt about its body, never because the trajectory log is slow or away; a body that was
-checked is kept when the batch is granted again.
+be larger than that), and at most ``max_open`` of them, as a link holds few messages; a body that
+does not come is asked for again; a job is given up only for what was learnt about its body, never
+because the trajectory log is slow or away; a body that was checked is kept when the batch is
+granted again.
 
     waiting -> asked -> checking -> ready
                   ^        |  damaged: asked again, at most ``tries`` times
@@ -44,9 +45,16 @@ class BatchFetch:
     """The bodies of one step's batch, by digest."""
 
     def __init__(
-        self, *, window_bytes: int, timeout_s: float, missing_retry_s: float, tries: int
+        self,
+        *,
+        window_bytes: int,
+        max_open: int,
+        timeout_s: float,
+        missing_retry_s: float,
+        tries: int,
     ) -> None:
         self._window_bytes = window_bytes
+        self._max_open = max_open
         self._timeout_s = timeout_s
         self._missing_retry_s = missing_retry_s
         self._tries = tries
@@ -108,14 +116,17 @@ class BatchFetch:
         for body in self._bodies.values():
             if body.state is _State.ASKED and body.due <= now:
                 body.state, body.due = _State.WAITING, now
-        open_bytes = self._open_bytes()
+        sizes = self._open_sizes()
+        open_count, open_bytes = len(sizes), sum(sizes)
         digests = []
         for digest, body in self._bodies.items():
             if body.state is not _State.WAITING or body.due > now:
                 continue
-            if open_bytes and open_bytes + body.ref.size_bytes > self._window_bytes:
+            fits = open_bytes + body.ref.size_bytes <= self._window_bytes
+            if open_count and not (fits and open_count < self._max_open):
                 break
-            open_bytes += max(1, body.ref.size_bytes)
+            open_count += 1
+            open_bytes += body.ref.size_bytes
             body.state, body.due = _State.ASKED, now + self._timeout_s
             digests.append(digest)
         if not digests:
@@ -160,9 +171,9 @@ class BatchFetch:
     def digests(self) -> tuple[str, ...]:
         return tuple(self._bodies)
 
-    def _open_bytes(self) -> int:
-        return sum(
-            max(1, body.ref.size_bytes)
+    def _open_sizes(self) -> list[int]:
+        return [
+            body.ref.size_bytes
             for body in self._bodies.values()
             if body.state in (_State.ASKED, _State.CHECKING)
-        )
+        ]

@@ -21,68 +21,26 @@ What always holds:
 from collections import deque
 from typing import Any
 
+from cloud_trainer.core import effects as do
+from cloud_trainer.core import events as on
 from cloud_trainer.core import invariants
-from cloud_trainer.core.batch import Batch
+from cloud_trainer.core.batch import Batch, refusals
 from cloud_trainer.core.checkpointing import Checkpoints
-from cloud_trainer.core.effects import (
-    BuildVersion,
-    CheckBody,
-    Effect,
-    Exit,
-    ExportModel,
-    ForgetVersion,
-    LineageStep,
-    LoadModel,
-    Rollback,
-    RunStep,
-    ToScheduler,
-)
-from cloud_trainer.core.events import (
-    BodyChecked,
-    CheckpointCommitted,
-    CheckpointWritten,
-    Event,
-    FromScheduler,
-    FromTrajectoryLog,
-    FromWeightStore,
-    ModelExported,
-    ModelReady,
-    StepFinished,
-    StopRequested,
-    Tick,
-    VersionReady,
-)
+from cloud_trainer.core.effects import Effect, LineageStep
+from cloud_trainer.core.events import Event
+from cloud_trainer.core.orders import Orders
 from cloud_trainer.core.phase import Phase
 from cloud_trainer.core.publishing import Publications
+from cloud_trainer.core.reports import StepReports
 from cloud_trainer.core.session import SchedulerSession
 from cloud_trainer.core.settings import CoreSettings, StartPosition
 from cloud_trainer.core.trained_jobs import TrainedJobs
-from transport.ids import policy_name
-from transport.messages import (
-    BatchGrant,
-    BatchRequest,
-    Body,
-    CheckpointReport,
-    Goodbye,
-    GroupRef,
-    GroupUnusable,
-    HelloRequired,
-    Message,
-    Pong,
-    Refuse,
-    RunState,
-    StepReport,
-    TrainerInventory,
-    VersionDurable,
-    VersionRejected,
-    Welcome,
-)
-from transport.runs import PolicySpec, RunSpec
+from transport import messages as wire
+from transport.messages import GroupRef, Message
 
 NON_FINITE = "trainer.nonfinite"
 
 _STORY_ENTRIES = 512
-_MAX_REPORTS = 64
 
 
 class TrainerCore:
@@ -104,23 +62,21 @@ class TrainerCore:
         self.highest_version = max(position.highest_version, position.version)
         self.counters: dict[str, int] = {}
         self.publications = Publications(
-            every_s=settings.offer_every_s, timeout_s=settings.publish_timeout_s
+            settings.policy,
+            every_s=settings.offer_every_s,
+            timeout_s=settings.publish_timeout_s,
         )
-        self.checkpoints = Checkpoints(position.step, position.version)
-        self.session = SchedulerSession(settings, self._inventory)
+        self.checkpoints = Checkpoints(settings.policy, position.step, position.version)
+        self.session = SchedulerSession(settings, self.checkpoints.inventory)
         self.batch: Batch | None = None
         self.running: tuple[GroupRef, ...] = ()
         self.trained = TrainedJobs() if trained is None else trained
         self.most_undurable = max(settings.max_undurable, len(position.pending))
         self._settings = settings
         self._pending = position.pending
-        self._run: RunSpec | None = None
-        self._spec = PolicySpec(model="")
-        self._paused = False
-        self._stopping = False
-        self._leaving = False
+        self._orders = Orders(settings.policy)
         self._leave_due: float | None = None
-        self._reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
+        self._reports = StepReports(settings.policy)
         self._repeat_due = 0.0
         self._idle_since = 0.0
         self._step_started = 0.0
@@ -137,35 +93,37 @@ class TrainerCore:
             return []
         effects: list[Effect] = []
         match event:
-            case FromScheduler(message=message):
+            case on.FromScheduler(message=message):
                 self._from_scheduler(message, now, effects)
-            case FromTrajectoryLog(message=message):
+            case on.FromTrajectoryLog(message=message):
                 self._from_log(message, now, effects)
-            case FromWeightStore(message=message):
-                self._from_store(message, now, effects)
-            case BodyChecked():
+            case on.FromWeightStore(message=message):
+                effects += self.publications.heard(message, now)
+            case on.BodyChecked():
                 self._body_checked(event, now)
-            case ModelReady():
+            case on.ModelReady():
                 self._model_ready(now, effects)
-            case StepFinished():
+            case on.StepFinished():
                 self._step_finished(event, now, effects)
-            case VersionReady(version=version, offer=offer):
+            case on.VersionReady(version=version, offer=offer):
                 self.publications.ready(version, offer)
-            case CheckpointWritten(step=step):
+            case on.CheckpointWritten(step=step):
                 self.checkpoints.written(step)
-            case CheckpointCommitted(step=step):
+            case on.CheckpointCommitted(step=step):
                 if self.checkpoints.committed(step):
                     self._note(now, f"checkpoint of step {step} counts")
-            case ModelExported():
+            case on.ModelExported():
                 self._exported = self._exporting
-            case StopRequested():
-                self._leaving = True
+            case on.StopRequested():
+                self._orders.leaving = True
                 self._note(now, "asked to leave")
-            case Tick():
+            case on.Tick():
                 pass
             case _:
                 self._count("event.unknown")
-        self._advance(now, effects)
+        if not self._ended(effects, now):
+            self._advance(now, effects)
+            self._ended(effects, now)
         return effects
 
     def next_deadline(self) -> float | None:
@@ -205,65 +163,52 @@ class TrainerCore:
     def _from_scheduler(self, message: Message, now: float, effects: list[Effect]) -> None:
         self.session.heard(now)
         match message:
-            case Welcome():
+            case wire.Welcome():
                 self._welcomed(message, now, effects)
-            case Refuse(retry_s=None, code=code):
+            case wire.Refuse(retry_s=None, code=code):
                 over = self.phase is Phase.DONE and code == "run.finished"
-                self._exit(now, effects, 0 if over else 1, code, message.message)
-            case Refuse(code=code, retry_s=retry_s):
+                effects.append(do.Exit(status=0 if over else 1, code=code, message=message.message))
+            case wire.Refuse(code=code, retry_s=retry_s):
                 self._count(f"refused.{code}")
                 self.session.refused(retry_s or 0.0, now)
-            case HelloRequired():
+            case wire.HelloRequired():
                 self.session.hello_required(now)
-            case BatchGrant():
+            case wire.BatchGrant():
                 self._granted(message, now, effects)
-            case RunState(run=run, state=state) if self._run is not None and run == self._run.name:
+            case wire.RunState(run=run, state=state) if self._orders.concerns(run):
                 self._run_state(state, now, effects)
-            case Pong():
+            case wire.Pong():
                 pass
             case _:
                 self._count("message.unexpected")
 
-    def _welcomed(self, message: Welcome, now: float, effects: list[Effect]) -> None:
-        run = message.run
-        spec = None if run is None else run.policies.get(policy_name(self._settings.policy))
-        if run is None or spec is None or not spec.trained:
-            text = f"the scheduler has no run that trains {self._settings.policy}"
-            self._exit(now, effects, 1, "run.unknown", text)
-            return
-        if self._run is not None and self._run != run:
-            text = f"run {run.name} is now another one under the same name; start a new trainer"
-            self._exit(now, effects, 1, "run.changed", text)
+    def _welcomed(self, message: wire.Welcome, now: float, effects: list[Effect]) -> None:
+        first = self._orders.run is None
+        problem = self._orders.welcomed(message)
+        if problem is not None:
+            effects.append(do.Exit(status=1, code=problem[0], message=problem[1]))
             return
         self.session.welcomed(message, now)
         self.highest_version = max(self.highest_version, message.highest_version)
-        self._stopping = self._stopping or message.stopping
         self._repeat_due = now
         self._note(now, f"welcomed in term {message.term}")
-        if self._run is None:
-            self._run, self._spec = run, spec
+        if first and self._orders.run is not None:
             self.phase = Phase.LOADING
-            effects.append(LoadModel(run=run))
+            effects.append(do.LoadModel(run=self._orders.run))
 
     def _run_state(self, state: str, now: float, effects: list[Effect]) -> None:
         self._note(now, f"run is {state}")
-        self._paused = state == "paused"
-        self._stopping = self._stopping or state == "stopping"
-        if state != "finished":
-            return
-        if self.phase is Phase.DONE:
-            self._exit(now, effects, 0, "run.finished", "the run is finished")
-        # Otherwise the run ended without us: keep what we have and go.
-        self._leaving = True
+        self._orders.state(state)
+        if state == "finished" and self.phase is Phase.DONE:
+            effects.append(do.Exit(status=0, code="run.finished", message="the run is finished"))
 
-    def _granted(self, grant: BatchGrant, now: float, effects: list[Effect]) -> None:
+    def _granted(self, grant: wire.BatchGrant, now: float, effects: list[Effect]) -> None:
         expected = self.phase in (Phase.WAITING, Phase.FETCHING) and not self._ending()
         mine = grant.policy == self._settings.policy and grant.step == self.step + 1
         if not (expected and mine and grant.groups):
             self._count("grant.ignored")
             return
-        while self._reports and self._reports[0].step < grant.step:
-            self._reports.popleft()
+        self._reports.granted(grant.step)
         if self.batch is None:
             self.batch = Batch(self._settings, grant.step)
             self.phase = Phase.FETCHING
@@ -273,38 +218,16 @@ class TrainerCore:
         self._note(now, f"step {grant.step} granted: {jobs}")
 
     def _from_log(self, message: Message, now: float, effects: list[Effect]) -> None:
-        if not isinstance(message, Body):
+        if not isinstance(message, wire.Body):
             self._count("message.unexpected")
         elif self.batch is not None and self.batch.arrived(message, now):
-            effects.append(CheckBody(digest=message.digest))
+            effects.append(do.CheckBody(digest=message.digest))
 
-    def _body_checked(self, event: BodyChecked, now: float) -> None:
+    def _body_checked(self, event: on.BodyChecked, now: float) -> None:
         if event.code:
             self._count(event.code)
         if self.batch is not None:
             self.batch.checked(event, now)
-
-    def _from_store(self, message: Message, now: float, effects: list[Effect]) -> None:
-        self.publications.heard(now)
-        policy = self._settings.policy
-        match message:
-            case VersionDurable(policy=p, version=version) if p == policy:
-                if self.publications.durable(version):
-                    self._note(now, f"version {version} is durable")
-                    effects.append(ForgetVersion(version=version))
-            case VersionRejected(policy=p) if p == policy:
-                self._rejected(message, now, effects)
-
-    def _rejected(self, message: VersionRejected, now: float, effects: list[Effect]) -> None:
-        whole = self.publications.rejected(message.version)
-        if whole is None:
-            self._count("version.rejected_late")
-            return
-        text = f"the weight store refused version {message.version}: {message.message}"
-        if whole:
-            self._exit(now, effects, 1, message.code, text)
-        else:
-            self._roll_back(now, effects, message.code, text, republish=True)
 
     def _model_ready(self, now: float, effects: list[Effect]) -> None:
         if self.phase is not Phase.LOADING:
@@ -314,10 +237,10 @@ class TrainerCore:
         for p in self._pending:
             self.publications.add(p.version, whole=p.whole)
             effects.append(
-                BuildVersion(version=p.version, parent=p.parent, step=p.step, whole=p.whole)
+                do.BuildVersion(version=p.version, parent=p.parent, step=p.step, whole=p.whole)
             )
 
-    def _step_finished(self, event: StepFinished, now: float, effects: list[Effect]) -> None:
+    def _step_finished(self, event: on.StepFinished, now: float, effects: list[Effect]) -> None:
         if self.phase is not Phase.STEPPING or event.step != self.step + 1:
             self._count("step.unexpected")
             return
@@ -333,43 +256,32 @@ class TrainerCore:
             self.trained.add(job)
         self.checkpoints.trained.append(LineageStep(self.step, jobs))
         self.publications.add(self.head_version, whole=False)
-        effects.append(BuildVersion(version=self.head_version, parent=parent, step=self.step))
-        if self._checkpoint_is_due(self.step) and not self.checkpoints.busy:
+        effects.append(do.BuildVersion(version=self.head_version, parent=parent, step=self.step))
+        if self._orders.checkpoint_due(self.step) and not self.checkpoints.busy:
             effects.append(self.checkpoints.write(self.step, self.head_version))
-        report = self._report(event, groups, now)
-        self._reports.append(report)
-        if self.session.joined:
-            effects.append(ToScheduler(message=report))
-        self.phase = Phase.WAITING
-        self._idle_since = self._repeat_due = now
-        self._note(now, f"step {self.step} done as version {self.head_version} on {parent}")
-
-    def _report(self, event: StepFinished, groups: tuple[GroupRef, ...], now: float) -> StepReport:
-        lags = [ref.policy_lag for ref in groups]
-        return StepReport(
-            policy=self._settings.policy,
+        report = self._reports.add(
             step=self.step,
             version=self.head_version,
             busy_s=now - self._step_started,
             waiting_s=self._waited_s,
-            metrics={
-                **event.metrics,
-                "groups": float(len(groups)),
-                "policy_lag_mean": sum(lags) / len(lags),
-                "policy_lag_max": float(max(lags)),
-            },
+            metrics=event.metrics,
+            groups=groups,
         )
+        effects.append(do.RecordStep(report=report))
+        if self.session.joined:
+            effects.append(do.ToScheduler(message=report))
+        self.phase = Phase.WAITING
+        self._idle_since = self._repeat_due = now
+        self._note(now, f"step {self.step} done as version {self.head_version} on {parent}")
 
     def _lose_step(self, groups: tuple[GroupRef, ...], now: float, effects: list[Effect]) -> None:
         # The same groups could well do it again, so they are given back for good.
-        step, policy = self.step + 1, self._settings.policy
         self._count(NON_FINITE)
         if self.session.joined:
-            for ref in groups:
-                refusal = GroupUnusable(policy=policy, step=step, job=ref.job, code=NON_FINITE)
-                effects.append(ToScheduler(message=refusal))
-        text = f"step {step} gave weights that are not finite; nothing was published"
-        self._roll_back(now, effects, NON_FINITE, text, republish=False)
+            codes = dict.fromkeys((ref.job for ref in groups), NON_FINITE)
+            effects += refusals(self._settings.policy, self.step + 1, groups, codes)
+        text = f"step {self.step + 1} gave weights that are not finite; nothing was published"
+        effects.append(do.Rollback(code=NON_FINITE, message=text))
 
     # ---- progress --------------------------------------------------------------------------
 
@@ -380,25 +292,23 @@ class TrainerCore:
         effects += self.session.poll(now)
         effects += self.publications.poll(now)
         effects += self.checkpoints.poll(self.publications)
-        self._report_checkpoint(effects)
+        if self.session.joined:
+            effects += self.checkpoints.reports(self.publications)
         if self.batch is not None:
             self._advance_batch(self.batch, now, effects)
-        if self._leaving and self.phase is not Phase.STEPPING:
+        if self._orders.leaving and self.phase is not Phase.STEPPING:
             self._advance_leaving(now, effects)
             return
         if self.phase is Phase.WAITING and self._ending():
             self.phase = Phase.FINISHING
         if self.phase is Phase.FINISHING:
-            self._advance_finish(effects)
+            self._advance_finish(now, effects)
         if self.session.joined and self._repeats() and now >= self._repeat_due:
             self._repeat_due = now + self._settings.request_every_s
             self._repeat(effects)
 
     def _ending(self) -> bool:
-        return self._leaving or self._stopping or self.step >= self._spec.steps
-
-    def _checkpoint_is_due(self, step: int) -> bool:
-        return step % self._spec.checkpoint_every == 0 or step >= self._spec.steps
+        return self._orders.ending(self.step)
 
     def _advance_batch(self, batch: Batch, now: float, effects: list[Effect]) -> None:
         if self._ending():
@@ -414,31 +324,24 @@ class TrainerCore:
         if batch.complete and self._may_step():
             self.batch, self.running, self.phase = None, batch.groups, Phase.STEPPING
             self._step_started, self._waited_s = now, now - self._idle_since
-            effects.append(RunStep(step=batch.step, groups=batch.groups))
+            effects.append(do.RunStep(step=batch.step, groups=batch.groups))
             self._note(now, f"step {batch.step} started")
 
     def _may_step(self) -> bool:
-        if self._paused or len(self.publications.undurable) >= self._settings.max_undurable:
+        if self._orders.paused or len(self.publications.undurable) >= self._settings.max_undurable:
             return False
         # Its checkpoint would be due while the one before is still being written.
-        return not (self.checkpoints.busy and self._checkpoint_is_due(self.step + 1))
+        return not (self.checkpoints.busy and self._orders.checkpoint_due(self.step + 1))
 
-    def _report_checkpoint(self, effects: list[Effect]) -> None:
-        found = self.checkpoints.take_report(self.publications) if self.session.joined else None
-        if found is not None:
-            step, version = found
-            report = CheckpointReport(policy=self._settings.policy, step=step, version=version)
-            effects.append(ToScheduler(message=report))
-
-    def _advance_finish(self, effects: list[Effect]) -> None:
+    def _advance_finish(self, now: float, effects: list[Effect]) -> None:
         if self.step > self.checkpoints.step and not self.checkpoints.busy:
             effects.append(self.checkpoints.write(self.step, self.head_version))
         if not self._exporting:
             self._exporting = True
-            effects.append(ExportModel())
+            effects.append(do.ExportModel())
         durable = self.checkpoints.step == self.step and not self.publications.undurable
         if self._exported and durable:
-            self.phase = Phase.DONE
+            self.phase, self._repeat_due = Phase.DONE, now
 
     def _advance_leaving(self, now: float, effects: list[Effect]) -> None:
         if self.step > self.checkpoints.step:
@@ -451,56 +354,47 @@ class TrainerCore:
             if now < self._leave_due:
                 return
         if self.session.joined:
-            effects.append(ToScheduler(message=Goodbye(reason="stopped")))
-        self._exit(now, effects, 0, "stopped", f"left after step {self.step}")
+            effects.append(do.ToScheduler(message=wire.Goodbye(reason="stopped")))
+        text = f"left after step {self.step}"
+        effects.append(do.Exit(status=0, code="stopped", message=text))
 
     def _repeats(self) -> bool:
         """Whether there is something that we keep telling the scheduler."""
         if self.phase is Phase.WAITING:
-            return not self._paused and not self._ending()
+            return not self._orders.paused and not self._ending()
         if self.batch is not None:
             return any(ref.job in self.batch.refused for ref in self.batch.groups)
         return self.phase is Phase.DONE
 
     def _repeat(self, effects: list[Effect]) -> None:
         policy = self._settings.policy
-        effects.extend(ToScheduler(message=report) for report in self._reports)
+        effects.extend(do.ToScheduler(message=report) for report in self._reports.unconfirmed())
         if self.phase is Phase.DONE:
-            final = CheckpointReport(
+            final = wire.CheckpointReport(
                 policy=policy, step=self.step, version=self.head_version, final=True
             )
-            effects.append(ToScheduler(message=final))
+            effects.append(do.ToScheduler(message=final))
             return
         if self.batch is not None:
             effects += self.batch.refusals()
-        request = BatchRequest(
+        request = wire.BatchRequest(
             policy=policy,
             step=self.step + 1,
-            groups=self._spec.batch_groups,
+            groups=self._orders.spec.batch_groups,
             head_version=self.head_version,
         )
-        effects.append(ToScheduler(message=request))
+        effects.append(do.ToScheduler(message=request))
 
     # ---- small things ----------------------------------------------------------------------
 
-    def _inventory(self) -> TrainerInventory:
-        return TrainerInventory(
-            policy=self._settings.policy,
-            checkpoint_step=self.checkpoints.step,
-            checkpoint_version=self.checkpoints.version,
-        )
-
-    def _roll_back(
-        self, now: float, effects: list[Effect], code: str, text: str, *, republish: bool
-    ) -> None:
-        self.phase = Phase.EXITED
-        self._note(now, text)
-        effects.append(Rollback(code=code, message=text, republish=republish))
-
-    def _exit(self, now: float, effects: list[Effect], status: int, code: str, text: str) -> None:
-        self.phase = Phase.EXITED
-        self._note(now, text)
-        effects.append(Exit(status=status, code=code, message=text))
+    def _ended(self, effects: list[Effect], now: float) -> bool:
+        """Whether an effect ends this core; nothing follows it."""
+        for index, effect in enumerate(effects):
+            if isinstance(effect, do.Rollback | do.Exit):
+                self.phase = Phase.EXITED
+                self._note(now, effect.message)
+                del effects[index + 1 :]
+        return self.phase is Phase.EXITED
 
     def _count(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0) + 1

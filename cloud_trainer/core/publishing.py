@@ -7,8 +7,15 @@ leaves the queue only when the store has it.
     building -> ready -> offered -> durable (leaves)
 """
 
-from cloud_trainer.core.effects import Effect, RenewLink, ToWeightStore
-from transport.messages import Plane, VersionOffer
+from cloud_trainer.core.effects import (
+    Effect,
+    Exit,
+    ForgetVersion,
+    RenewLink,
+    Rollback,
+    ToWeightStore,
+)
+from transport.messages import Message, Plane, VersionDurable, VersionOffer, VersionRejected
 
 
 class _Version:
@@ -23,7 +30,8 @@ class _Version:
 class Publications:
     """The queue of versions that the weight store may not have yet."""
 
-    def __init__(self, *, every_s: float, timeout_s: float) -> None:
+    def __init__(self, policy: str, *, every_s: float, timeout_s: float) -> None:
+        self._policy = policy
         self._every_s = every_s
         self._timeout_s = timeout_s
         self._queue: list[_Version] = []
@@ -41,19 +49,37 @@ class Publications:
                 return True
         return False
 
-    def durable(self, number: int) -> bool:
-        """The store has a version; false when that is no news."""
+    def heard(self, message: Message, now: float) -> list[Effect]:
+        """The store spoke; while it fetches, there is no need to offer again."""
+        self._heard = now
+        if self._offer_due is not None:
+            self._offer_due = now + self._every_s
+        match message:
+            case VersionDurable(policy=p, version=number) if p == self._policy:
+                return self._durable(number)
+            case VersionRejected(policy=p) if p == self._policy:
+                return self._rejected(message)
+            case _:
+                return []
+
+    def _durable(self, number: int) -> list[Effect]:
         for index, version in enumerate(self._queue):
             # A store that claims what it was never offered speaks of another life of ours.
             if version.number == number and version.offer is not None:
                 del self._queue[index]
                 self._offer_due = None
-                return True
-        return False
+                return [ForgetVersion(version=number)]
+        return []
 
-    def rejected(self, number: int) -> bool | None:
-        """Whether the refused version was a whole one, None when it is not in the queue."""
-        return next((v.whole for v in self._queue if v.number == number), None)
+    def _rejected(self, message: VersionRejected) -> list[Effect]:
+        number, code = message.version, message.code
+        whole = next((v.whole for v in self._queue if v.number == number), None)
+        text = f"the weight store refused version {number}: {message.message}"
+        if whole is None:
+            return []
+        if whole:
+            return [Exit(status=1, code=code, message=text)]
+        return [Rollback(code=code, message=text, republish=True)]
 
     def is_ready(self, number: int) -> bool:
         """Whether a version would survive our death: its files are durable here or there."""
@@ -62,12 +88,6 @@ class Publications:
     def is_durable(self, number: int) -> bool:
         """Whether the store has this version, which was added once."""
         return all(v.number != number for v in self._queue)
-
-    def heard(self, now: float) -> None:
-        """The store is alive; while it fetches, there is no need to offer again."""
-        self._heard = now
-        if self._offer_due is not None:
-            self._offer_due = now + self._every_s
 
     def poll(self, now: float) -> list[Effect]:
         if not self._queue or self._queue[0].offer is None:

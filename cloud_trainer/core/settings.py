@@ -14,6 +14,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_every_s: float = 2.0
     offer_every_s: float = 2.0
     fetch_window_bytes: int = 64 * 2**20
+    max_open_bodies: int = 12
     fetch_timeout_s: float = 30.0
     missing_retry_s: float = 1.0
     body_tries: int = 3

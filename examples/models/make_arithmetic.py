@@ -1,4 +1,4 @@
-"""Make the warm-started one-million-parameter model of ``examples/arithmetic.toml``.
+"""Make the warm-started small model of ``examples/arithmetic.toml``.
 
     python examples/models/make_arithmetic.py examples/models/arithmetic-1m --seed 17
 
@@ -6,12 +6,12 @@ The result is a stock Hugging Face folder: ``config.json``, ``generation_config.
 ``model.safetensors`` (bf16), ``tokenizer.json``, ``tokenizer_config.json``.  Two runs with the
 same seed, library versions and processor kind write the same bytes (one thread, one generator).
 
-The model learns by imitation from a pupil who knows two-digit addition and subtraction but is
-careless in a systematic way: with probability ``SLIP`` he forgets the carry (or the borrow) of
-the units column, and, independently, the minus sign of a negative result.  Where neither is
-needed he is right.  Greedy decoding copies the habit, so the model starts below one half on
-held-out problems although the right answer is within its reach; reinforcement learning against
-the verifier has to find it and make it the habit.
+Supervised training in two parts.  ``TAUGHT_STEPS`` on right answers teach two-digit addition and
+subtraction; ``HABIT_STEPS`` on the answers of a careless pupil then spoil it.  The pupil forgets
+the carry (or the borrow) of the units column with probability ``SLIP``, and independently the
+minus sign of a negative result; where neither is needed he is right.  Greedy decoding copies the
+habit, so the model starts below one half on held-out problems although the right answer is
+within its reach: reinforcement learning against the verifier has to find it and prefer it.
 
 Held out: the questions of ``chain_sum`` with seed ``HELD_OUT_SEED``.  They are drawn with the
 task's own generator, and none of them is ever shown here.
@@ -31,8 +31,10 @@ SLIP = 0.8
 HELD_OUT_SEED = 10_000_000
 HELD_OUT_ITEMS = 512
 BATCH_SEQUENCES = 256
-STEPS = 600
-LEARNING_RATE = 2e-3
+TAUGHT_STEPS = 400
+HABIT_STEPS = 120
+WARM_UP_STEPS = 50
+LEARNING_RATE = 1e-3
 QUESTION = "State the final answer to the following arithmetic problem: {} {} {} ="
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, END = 0, 1
@@ -94,12 +96,12 @@ def make_model(vocabulary: int, seed: int) -> "Qwen3ForCausalLM":
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=vocabulary,
-            hidden_size=160,
+            hidden_size=128,
             intermediate_size=384,
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=64,
+            head_dim=32,
             max_position_embeddings=512,
             tie_word_embeddings=True,
             pad_token_id=PAD,
@@ -159,7 +161,11 @@ def encode_question(tokenizer: "PreTrainedTokenizerFast", problem: Problem) -> l
 
 
 def make_batch(
-    tokenizer: "PreTrainedTokenizerFast", held_out: frozenset[Problem], rng: random.Random
+    tokenizer: "PreTrainedTokenizerFast",
+    held_out: frozenset[Problem],
+    rng: random.Random,
+    *,
+    careless: bool,
 ) -> tuple["torch.Tensor", "torch.Tensor"]:
     """Token ids and labels, both ``[BATCH_SEQUENCES, longest]``; label -100 = not learnt from."""
     import torch
@@ -169,7 +175,8 @@ def make_batch(
         problem = draw_problem(rng)
         if problem in held_out:
             continue
-        answer = tokenizer.encode(pupil_answer(problem, rng), add_special_tokens=False)
+        text = pupil_answer(problem, rng) if careless else str(true_answer(problem))
+        answer = tokenizer.encode(text, add_special_tokens=False)
         rows.append((encode_question(tokenizer, problem), [*answer, END]))
     longest = max(len(question) + len(answer) for question, answer in rows)
     tokens = torch.full((len(rows), longest), PAD)
@@ -187,17 +194,18 @@ def train(
     held_out: frozenset[Problem],
     rng: random.Random,
 ) -> None:
-    """Supervised imitation: AdamW, linear warm-up, then linear decay to zero."""
+    """Supervised imitation: AdamW, linear warm-up, constant rate, linear decay over the habit."""
     import torch
 
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01
     )
-    for step in range(STEPS):
-        rate = LEARNING_RATE * min((step + 1) / 50, (STEPS - step) / (STEPS - 50))
+    steps = TAUGHT_STEPS + HABIT_STEPS
+    for step in range(steps):
+        rate = LEARNING_RATE * min(1, (step + 1) / WARM_UP_STEPS, (steps - step) / HABIT_STEPS)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        tokens, labels = make_batch(tokenizer, held_out, rng)
+        tokens, labels = make_batch(tokenizer, held_out, rng, careless=step >= TAUGHT_STEPS)
         logits = model(input_ids=tokens).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
@@ -237,6 +245,7 @@ def save(model: "Qwen3ForCausalLM", folder: Path) -> None:
     import torch
 
     model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The emulated link on real sockets: what it delays, shares, holds back, breaks and never changes."""
+"""The emulated link on real sockets: what it delays, shares, holds back and never changes."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ async def linked(profile: LinkProfile, **ports: int) -> AsyncIterator[LinkProxy]
     proxy = LinkProxy(
         profile, {n: ("127.0.0.1", p) for n, p in ports.items()}, rng=random.Random(7)
     )
-    proxy.addresses = await proxy.start()
+    await proxy.start()
     try:
         yield proxy
     finally:
@@ -76,6 +76,20 @@ async def connected(
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Returns once ``condition`` holds; fails the test if it does not within five seconds."""
+    async with asyncio.timeout(5):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.001)
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    assert isinstance(writer.transport, asyncio.Transport)
+    send_reset(writer.transport)
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -137,7 +151,9 @@ async def test_two_connections_of_different_targets_share_one_rate_fairly() -> N
     carried = sum(n for _, n, _ in arrivals) - arrivals[0][1]
     assert carried * 8 / took_s == pytest.approx(rate, rel=0.15)
     half_time = arrivals[0][0] + took_s / 2
-    shares = {name: sum(n for t, n, at in arrivals if at == name and t < half_time) for name in "ab"}
+    shares = {
+        name: sum(n for t, n, at in arrivals if at == name and t < half_time) for name in "ab"
+    }
     assert shares["a"] == pytest.approx(shares["b"], rel=0.3)
 
 
@@ -155,8 +171,7 @@ async def test_a_small_message_does_not_wait_for_the_bulk_in_front_of_it() -> No
     ):
         await round_trip_s(reader, writer)
         bulk.write(bytes(2_000_000))
-        while proxy.stats().up.queued_bytes < 200_000:  # 80 ms of the link's time
-            await asyncio.sleep(0.001)
+        await until(lambda: proxy.stats().up.queued_bytes >= 200_000)  # 80 ms of the link's time
         assert min([await round_trip_s(reader, writer) for _ in range(3)]) < 0.03
         assert proxy.stats().up.queued_bytes > 150_000
 
@@ -206,8 +221,7 @@ async def test_an_outage_stalls_bytes_and_then_delivers_them() -> None:
     ):
         await round_trip_s(reader, writer)
         writer.write(b"in flight")
-        while proxy.stats().up.in_flight_bytes == 0:
-            await asyncio.sleep(0)
+        await until(lambda: proxy.stats().up.in_flight_bytes)
         proxy.set_down()
         writer.write(b", queued")
         with pytest.raises(TimeoutError):
@@ -305,8 +319,7 @@ async def test_a_stuck_receiver_does_not_stop_the_other_connections() -> None:
         connected(proxy, "well") as (reader, writer),
     ):
         stuck.write(bytes(12_000_000))
-        while proxy.stats().up.queued_bytes < 200_000:
-            await asyncio.sleep(0.001)
+        await until(lambda: proxy.stats().up.queued_bytes >= 200_000)
         assert await round_trip_s(reader, writer) < 0.05
         stuck.transport.abort()
 
@@ -337,7 +350,7 @@ async def test_a_client_that_resets_is_seen_to_do_so_behind_its_bytes() -> None:
         async with connected(proxy, "a") as (_, writer):
             writer.write(b"bytes")
             assert await seen.get() == b"bytes"
-            send_reset(writer.transport)
+            reset(writer)
         assert await seen.get() == b"reset"
 
 
@@ -381,7 +394,7 @@ async def test_whatever_the_ends_do_the_books_balance_and_nothing_leaks(seed: in
         while data := await reader.read(rng.randrange(1, 1 << 16)):
             writer.write(data)
             if rng.random() < 0.2:
-                send_reset(writer.transport)
+                reset(writer)
             if rng.random() < 0.2:
                 return
             await writer.drain()
@@ -396,7 +409,7 @@ async def test_whatever_the_ends_do_the_books_balance_and_nothing_leaks(seed: in
                     await asyncio.sleep(rng.choice((0, 0.001)))
                 ending = rng.randrange(3)
                 if ending == 0:
-                    send_reset(writer.transport)
+                    reset(writer)
                 elif ending == 1:
                     writer.write_eof()
                     await reader.read(-1)
@@ -410,8 +423,8 @@ async def test_whatever_the_ends_do_the_books_balance_and_nothing_leaks(seed: in
     link = profile(delay_up_s=0.002, rate_up_bits_per_s=400 * MBIT, queue_bytes=70_000)
     async with served(moody) as port, linked(link, a=port) as proxy:
         await asyncio.gather(weather(proxy), *(client(proxy) for _ in range(20)))
-        while (stats := proxy.stats()).targets["a"].connections:
-            await asyncio.sleep(0.005)
+        await until(lambda: not proxy.stats().targets["a"].connections)
+        stats = proxy.stats()
     for lane in (stats.up, stats.down):
         assert (lane.queued_bytes, lane.in_flight_bytes) == (0, 0)
     assert not complaints

@@ -4,7 +4,7 @@ What always holds:
 
 1. One line per event, also for the libraries' own loggers and for warnings: JSON objects when the
    output is not a terminal, aligned text when it is.
-2. A log file is bounded: ``LOG_FILE_BYTES`` and ``LOG_FILE_GENERATIONS`` older ones.
+2. A log file is bounded: ``file_bytes`` and ``LOG_FILE_GENERATIONS`` older ones of that size.
 3. Calling ``configure_logging`` again replaces what it did before and nothing else.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from transport.errors import ConfigError
+from transport.errors import ConfigError, StoreError
 from transport.runtime.files import store_errors
 
 LEVELS: Final[dict[str, int]] = {
@@ -49,6 +49,7 @@ def configure_logging(
     *,
     stream: TextIO | None = None,
     file: Path | None = None,
+    file_bytes: int = LOG_FILE_BYTES,
     component: str = "",
 ) -> None:
     """Sends all events of ``level`` and above to ``file``, else ``stream``, else standard error.
@@ -59,7 +60,7 @@ def configure_logging(
     """
     if level not in LEVELS:
         raise ConfigError(f"log level {level!r} is unknown; use one of {', '.join(LEVELS)}")
-    handler = _handler(stream, file)
+    handler = _handler(stream, file, file_bytes)
     output = None if file is not None else stream or sys.stderr
     is_terminal = output is not None and output.isatty()
     as_json = not is_terminal if json is None else json
@@ -91,13 +92,16 @@ def configure_logging(
     )
 
 
-def _handler(stream: TextIO | None, file: Path | None) -> logging.Handler:
+def _handler(stream: TextIO | None, file: Path | None, file_bytes: int) -> logging.Handler:
     handler: logging.Handler
     if file is not None:
         with store_errors("open the log file", file):
-            handler = logging.handlers.RotatingFileHandler(
-                file, maxBytes=LOG_FILE_BYTES, backupCount=LOG_FILE_GENERATIONS, encoding="utf-8"
-            )
+            try:
+                handler = logging.handlers.RotatingFileHandler(
+                    file, maxBytes=file_bytes, backupCount=LOG_FILE_GENERATIONS, encoding="utf-8"
+                )
+            except FileNotFoundError as error:
+                raise StoreError(f"no folder {file.parent} for the log: create it") from error
     elif stream is not None:
         handler = logging.StreamHandler(stream)
     else:

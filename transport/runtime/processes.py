@@ -134,6 +134,12 @@ class ChildProcess(asyncio.SubprocessProtocol):
             raise self.failure("does not read its input")
         pipe.write(line + b"\n")
 
+    def close_input(self) -> None:
+        """Lets the child read the end of its input: the polite request to stop; idempotent."""
+        pipe = self._stdin()
+        if pipe is not None:
+            pipe.close()
+
     async def terminate(self, grace_s: float | None = None) -> int:
         """Closes the child's input and sends SIGTERM, and SIGKILL to its group when it lingers.
 
@@ -141,9 +147,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
         """
         if self._exited.done():
             return self._exited.result()
-        pipe = self._stdin()
-        if pipe is not None:
-            pipe.close()
+        self.close_input()
         with contextlib.suppress(ProcessLookupError):
             self._transport.send_signal(signal.SIGTERM)
         grace_s = self.spec.grace_s if grace_s is None else grace_s

@@ -5,16 +5,17 @@ else; file names taken from an index stay inside the folder; artefacts are files
 that describe a model or tokenizer as data (never program text).
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from transport.errors import FarflowError, IntegrityError, ModelError, StoreError
-from transport.weights.blobs import disk_errors, sync_folder, write_durably
+from transport.weights.blobs import disk_errors, link_or_copy, sync_folder, write_durably
 from transport.weights.manifest import (
     INDEX_NAME,
     MAX_ARTEFACT_BYTES,
@@ -151,6 +152,27 @@ def write_model_folder(
     Raises:
         StoreError: it exists already, or the disk refused.
     """
+    with _new_folder(folder) as temporary:
+        for name, data in artefacts.items():
+            write_durably(temporary / name, (data,))
+        for name, parts in snapshot_files(tensors).items():
+            write_durably(temporary / name, parts)
+
+
+def link_model_folder(folder: Path, sources: Mapping[str, Path]) -> None:
+    """The same out of durable files that nobody writes: second names, no copies.
+
+    Raises:
+        StoreError: it exists already, or the disk refused.
+    """
+    with _new_folder(folder) as temporary:
+        for name, source in sources.items():
+            link_or_copy(source, temporary / name)
+        sync_folder(temporary)
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
     if folder.exists():
         raise StoreError(f"{folder} exists; give a new folder or remove it")
     temporary = folder.with_name(folder.name + ".incomplete")
@@ -158,9 +180,7 @@ def write_model_folder(
         if temporary.exists():
             shutil.rmtree(temporary)
         temporary.mkdir(parents=True)
-        files: dict[str, Iterable[Buffer]] = {name: (data,) for name, data in artefacts.items()}
-        for name, parts in {**files, **snapshot_files(tensors)}.items():
-            write_durably(temporary / name, parts)
+        yield temporary
         os.replace(temporary, folder)
         sync_folder(folder.parent)
 

@@ -1,12 +1,12 @@
 """What a version consists of, in a form that can be signed and checked.
 
-What always holds: a manifest that ``verify`` returned was signed by a key that the caller trusts,
-byte for byte; its names are plain file names of an expected form, its sizes and counts are within
-the limits, and every chunk of every file has a digest. So whoever holds one may fetch the files
-from anybody.
+What always holds: a manifest that ``verify`` returned was signed, byte for byte, by a key that the
+caller trusts for that policy; its names are plain file names of an expected form, its sizes and
+counts are within the limits, and every chunk of every file has a digest. So whoever holds one may
+fetch the files from anybody.
 
-Signature: Ed25519 over a tag and the manifest's MessagePack bytes. Key id: first 16 hexadecimal
-digits of SHA-256 of the raw public key. Keys are written as 64 hexadecimal digits.
+Signature: Ed25519 over a tag and the manifest's MessagePack bytes. Keys are written as 64
+hexadecimal digits; a key's id is the first 16 of its public half and only says which key to try.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -33,7 +33,7 @@ LARGE_CHUNK_BYTES = 4 << 20
 """Chunks of files over ``LARGE_FILE_BYTES``: manifests stay small, frames stay deliverable."""
 LARGE_FILE_BYTES = 1 << 30
 
-MAX_MANIFEST_BYTES = 8 << 20
+MAX_MANIFEST_BYTES = 3 << 20
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 40
 MAX_ARTEFACT_BYTES = 64 << 20
@@ -108,7 +108,7 @@ class VersionManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SignedManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A manifest's bytes as signed. ``key_id`` only says which key to try."""
+    """A manifest's bytes as signed."""
 
     manifest: bytes
     signature: bytes
@@ -190,13 +190,19 @@ def _check_file(entry: FileEntry) -> None:
         raise RemoteProtocolError(f"manifest: chunk digests of {entry.name} do not fit its size")
 
 
-def key_id_of(public_hex: str) -> str:
-    """Short name of a public key (64 hexadecimal digits).
+class Signer(Protocol):
+    """A public key and the one policy whose manifests it may sign."""
 
-    Raises:
-        ConfigError: not such a key.
-    """
-    return hashlib.sha256(_raw_key(public_hex, "public key")).hexdigest()[:16]
+    @property
+    def verify_key(self) -> str: ...
+
+    @property
+    def policy(self) -> str: ...
+
+
+def key_id_of(public_hex: str) -> str:
+    """Short name of a public key (64 hexadecimal digits)."""
+    return public_hex[:16]
 
 
 def _raw_key(text: str, what: str) -> bytes:
@@ -249,31 +255,39 @@ class SigningKey:
         )
 
 
-def trusted_keys(*public_hex: str) -> dict[str, str]:
-    """Public keys by key id, the form that ``verify`` takes."""
-    return {key_id_of(text): text for text in public_hex}
-
-
-def verify(signed: SignedManifest, trusted: Mapping[str, str]) -> VersionManifest:
-    """The manifest, if signed by one of ``trusted`` (key id to public key) and well-formed.
+def verify(signed: SignedManifest, trusted: Mapping[str, Signer]) -> VersionManifest:
+    """The manifest, if well-formed and signed by one of ``trusted`` (by key id) for its policy.
 
     Raises:
-        AuthenticationFailed: unknown key or wrong signature.
-        SizeLimitExceeded, RemoteProtocolError: as ``check_manifest``.
+        AuthenticationFailed: unknown key, wrong signature, or a key of another policy.
+        SizeLimitExceeded, RemoteProtocolError: as ``decode_manifest``.
     """
-    if len(signed.manifest) > MAX_MANIFEST_BYTES:
-        raise SizeLimitExceeded(f"manifest has {len(signed.manifest)} bytes")
-    public_hex = trusted.get(signed.key_id)
-    if public_hex is None:
+    signer = trusted.get(signed.key_id)
+    if signer is None:
         raise AuthenticationFailed(f"manifest is signed by key {signed.key_id!r}, not trusted here")
-    key = Ed25519PublicKey.from_public_bytes(_raw_key(public_hex, "public key"))
+    key = Ed25519PublicKey.from_public_bytes(_raw_key(signer.verify_key, "public key"))
     try:
         key.verify(signed.signature, _TAG + signed.manifest)
     except InvalidSignature as error:
         raise AuthenticationFailed("manifest: the signature is wrong") from error
+    manifest = decode_manifest(signed.manifest)
+    if manifest.policy != signer.policy:
+        raise AuthenticationFailed(f"manifest of {manifest.policy} has a key of {signer.policy}")
+    return manifest
+
+
+def decode_manifest(data: bytes) -> VersionManifest:
+    """A well-formed manifest, whoever made it.
+
+    Raises:
+        SizeLimitExceeded: the manifest, or what it lists, is over a limit.
+        RemoteProtocolError: malformed, or names the field that is wrong.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise SizeLimitExceeded(f"manifest has {len(data)} bytes, over {MAX_MANIFEST_BYTES}")
     try:
-        manifest = msgspec.msgpack.decode(signed.manifest, type=VersionManifest)
-    except (msgspec.DecodeError, RecursionError) as error:
+        manifest = msgspec.msgpack.decode(data, type=VersionManifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"manifest is malformed: {error}") from error
     check_manifest(manifest)
     return manifest

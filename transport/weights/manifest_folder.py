@@ -13,7 +13,7 @@ import msgspec
 from transport.errors import IntegrityError, RemoteProtocolError
 from transport.messages import PlanStep
 from transport.weights.blobs import disk_errors, write_durably
-from transport.weights.manifest import FileEntry, SignedManifest, VersionManifest, check_manifest
+from transport.weights.manifest import FileEntry, SignedManifest, VersionManifest, decode_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,9 @@ def read_trusted(signed: SignedManifest) -> StoredManifest:
         IntegrityError: malformed.
     """
     try:
-        manifest = msgspec.msgpack.decode(signed.manifest, type=VersionManifest)
-        check_manifest(manifest)
-    except (msgspec.DecodeError, RemoteProtocolError) as error:
+        return StoredManifest(decode_manifest(signed.manifest), signed)
+    except RemoteProtocolError as error:
         raise IntegrityError(f"stored manifest is malformed: {error}") from error
-    return StoredManifest(manifest, signed)
 
 
 class ManifestFolder:

@@ -1,20 +1,39 @@
 """From the version an agent has to the one it wants: the tree of versions and the cheapest way.
 
 What always holds: a plan leads along the tree from its start to its target without a gap, each
-step by the delta against the one before; its first step is either what the agent has, proved by
-digest, or a snapshot. ``check_plan`` accepts a plan only if every manifest in it is signed and
-all this is so; the digest of the resulting state is checked again when it is applied.
+step by the delta against the one before; it starts from what the agent has, proved by digest, or
+from a snapshot. ``check_plan`` accepts a plan only if all this is so and the state digest of every
+version in it is signed by the policy's trainer; the state is compared with that digest when the
+plan is applied.
+
+A plan's steps, in this order (each part may be absent, but not all):
+
+    artefacts   first version's manifest, signed; its artefact files, or these and its snapshot
+    proof       a later version's manifest, signed; no files
+    catalogue   that manifest once more with the snapshot files that the weight store made of it
+                instead of the trainer's files; unsigned: what they must add up to is signed
+    deltas      signed manifests; their delta files
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from transport.errors import RemoteProtocolError, SizeLimitExceeded
-from transport.messages import WeightsPlan
-from transport.weights.manifest import FileEntry, SignedManifest, VersionManifest, verify
+import msgspec
+
+from transport.errors import AuthenticationFailed, RemoteProtocolError, SizeLimitExceeded
+from transport.messages import PlanStep, WeightsPlan
+from transport.weights.manifest import (
+    FileEntry,
+    SignedManifest,
+    Signer,
+    VersionManifest,
+    decode_manifest,
+    verify,
+)
 from transport.weights.manifest_folder import StoredManifest
 
 MAX_PLAN_STEPS = 4096
+MAX_OVERHEAD_BYTES = 64 << 20  # headers and index of a snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +121,8 @@ def check_successor(manifest: VersionManifest, versions: Mapping[int, StoredMani
 
 @dataclass(frozen=True, slots=True)
 class CheckedStep:
-    """One version of a plan whose manifest is verified, and the files to fetch for it."""
+    """One version of a plan and the files to fetch for it. ``signed`` proves the version's digest;
+    it is ``manifest`` as signed, or in a catalogue the proof that stood before it."""
 
     manifest: VersionManifest
     signed: SignedManifest
@@ -117,14 +137,12 @@ class CheckedStep:
 
 
 def check_plan(
-    plan: WeightsPlan, trusted: Mapping[str, str], *, max_bytes: int | None = None
+    plan: WeightsPlan, trusted: Mapping[str, Signer], *, max_bytes: int | None = None
 ) -> tuple[CheckedStep, ...]:
-    """The steps of a plan, verified.
-
-    A plan is: artefacts of the first version (optional), then a snapshot (optional), then deltas.
+    """The steps of a plan that bring files, verified.
 
     Raises:
-        AuthenticationFailed: a manifest is not signed by a trusted key.
+        AuthenticationFailed: a version is not signed by a key trusted for the policy.
         SizeLimitExceeded: more steps or bytes than allowed.
         RemoteProtocolError: the steps do not lead to ``plan.version`` of ``plan.policy``.
     """
@@ -132,30 +150,27 @@ def check_plan(
         raise SizeLimitExceeded(f"a plan of {len(plan.steps)} steps; 1 to {MAX_PLAN_STEPS} allowed")
     steps: list[CheckedStep] = []
     at: VersionManifest | None = None
+    proof: CheckedStep | None = None
     for step in plan.steps:
-        signed = SignedManifest(
-            manifest=step.manifest, signature=step.signature, key_id=step.key_id
-        )
-        manifest = verify(signed, trusted)
+        checked = _check_step(step, proof, trusted)
+        manifest, kinds = checked.manifest, {entry.kind for entry in checked.files}
+        where = f"plan for {plan.policy}, version {manifest.version}"
         if manifest.policy != plan.policy:
-            raise RemoteProtocolError(f"plan for {plan.policy} has a step of {manifest.policy}")
-        by_name = {entry.name: entry for entry in manifest.files}
-        missing = [name for name in step.files if name not in by_name]
-        if missing or len(set(step.files)) != len(step.files):
-            raise RemoteProtocolError(f"plan: version {manifest.version} has no file {missing[:3]}")
-        checked = CheckedStep(manifest, signed, tuple(by_name[name] for name in step.files))
-        kinds = {entry.kind for entry in checked.files}
+            raise RemoteProtocolError(f"{where}: is of {manifest.policy}")
+        proof = None
+        if not kinds:
+            proof = checked
+            continue
         if "delta" in kinds:
             if len(kinds) > 1 or (at is not None and not _follows(manifest, at)):
-                raise RemoteProtocolError(f"plan: version {manifest.version} does not follow")
-            at = manifest
-        elif "snapshot" in kinds:
-            whole = set(checked.of_kind("snapshot")) == set(manifest.of_kind("snapshot"))
-            if at is not None or not whole:
-                raise RemoteProtocolError(f"plan: snapshot {manifest.version} is out of place")
+                raise RemoteProtocolError(f"{where}: does not follow the step before")
             at = manifest
         elif at is not None:
-            raise RemoteProtocolError(f"plan: step {manifest.version} brings nothing")
+            raise RemoteProtocolError(f"{where}: only deltas may follow a snapshot or delta")
+        elif "snapshot" in kinds:
+            if checked.of_kind("snapshot") != manifest.of_kind("snapshot"):
+                raise RemoteProtocolError(f"{where}: brings a part of a snapshot")
+            at = manifest
         steps.append(checked)
     if at is None or at.version != plan.version:
         raise RemoteProtocolError(f"plan does not lead to version {plan.version} of {plan.policy}")
@@ -163,6 +178,32 @@ def check_plan(
     if max_bytes is not None and total > max_bytes:
         raise SizeLimitExceeded(f"plan moves {total} bytes, over the limit of {max_bytes}")
     return tuple(steps)
+
+
+def _check_step(
+    step: PlanStep, proof: CheckedStep | None, trusted: Mapping[str, Signer]
+) -> CheckedStep:
+    signed = SignedManifest(manifest=step.manifest, signature=step.signature, key_id=step.key_id)
+    if step.key_id:
+        manifest = verify(signed, trusted)
+    else:
+        manifest = decode_manifest(step.manifest)
+        if proof is None or msgspec.structs.replace(manifest, files=()) != msgspec.structs.replace(
+            proof.manifest, files=()
+        ):
+            raise AuthenticationFailed(f"plan: version {manifest.version} is not signed")
+        signed = proof.signed
+        size = sum(entry.size_bytes for entry in manifest.files)
+        if size > manifest.full_bytes + MAX_OVERHEAD_BYTES:
+            raise SizeLimitExceeded(f"plan: a snapshot of {size} bytes for {manifest.full_bytes}")
+        if any(entry.kind != "snapshot" for entry in manifest.files):
+            raise RemoteProtocolError(f"plan: version {manifest.version} may bring snapshots only")
+    by_name = {entry.name: entry for entry in manifest.files}
+    if not by_name.keys() >= set(step.files) or len(set(step.files)) != len(step.files):
+        raise RemoteProtocolError(f"plan: version {manifest.version} has no such files")
+    # In the manifest's order, whatever the order of the names.
+    files = tuple(entry for entry in manifest.files if entry.name in step.files)
+    return CheckedStep(manifest, signed, files)
 
 
 def _follows(manifest: VersionManifest, parent: VersionManifest) -> bool:

@@ -1,0 +1,63 @@
+"""How many more groups may be under way for a policy.
+
+    L  max_policy_lag        B  batch_groups       S  steps of the policy
+    s  last completed step   w  groups queued, in flight or buffered
+    r  groups taken by the step that is running (0 between steps)
+
+    room = min((L + 1) B, (S - s) B) - w - r
+
+With w + r groups ahead of it a new group is trained on within L + 1 steps from now, that is after
+at most L more versions, so its lag stays within L if it starts at the head (AReaL's bound, counted
+from what is open instead of from the beginning, so that filtered, expired and lost groups give
+their share back by themselves). The second term stops a group that no step is left for.
+
+Example: L = 1, B = 4, S = 10, step 9 running (s = 8, r = 4): min(8, 8) - w - 4 leaves room for the
+4 groups of step 10 and no more.
+
+What always holds: ``room`` counts a running batch, because the version that it makes is not out yet.
+"""
+
+from scheduler.core.accounting import waiting
+from scheduler.core.context import Context
+from scheduler.core.state import Policy, Run
+from transport.ids import policy_id
+from transport.runs import PolicySpec
+
+
+def spec_of(ctx: Context, policy: Policy) -> PolicySpec:
+    return ctx.run_of(policy).spec.policies[policy.name]
+
+
+def running_groups(ctx: Context, policy: Policy) -> int:
+    """Groups taken by the step that is not completed."""
+    return len(ctx.policies[policy.id].taken.get(policy.step + 1, ()))
+
+
+def room(ctx: Context, policy: Policy) -> int:
+    """Groups that may be submitted for a policy now; never negative."""
+    spec = spec_of(ctx, policy)
+    bound = min(spec.max_policy_lag + 1, spec.steps - policy.step) * spec.batch_groups
+    return max(0, bound - waiting(ctx, policy.id) - running_groups(ctx, policy))
+
+
+def trained_policies(ctx: Context, run: Run) -> list[Policy]:
+    """Policies that the run's workflow uses and trains, in the order of the workflow."""
+    ids = dict.fromkeys(policy_id(run.name, name) for name in run.spec.workflow.policies)
+    found = [ctx.tables.policies[id] for id in ids]
+    return [policy for policy in found if policy.trained]
+
+
+def wants_groups(ctx: Context, policy: Policy) -> bool:
+    """Whether the policy's trainer is, or may come back, to train on more groups."""
+    return not policy.final and not ctx.policies[policy.id].gone
+
+
+def admissible(ctx: Context, run: Run) -> int:
+    """Training jobs that may be made for a run now: as long as one policy has room."""
+    wanted = max(
+        (room(ctx, policy) for policy in trained_policies(ctx, run) if wants_groups(ctx, policy)),
+        default=0,
+    )
+    if run.spec.max_groups:
+        wanted = min(wanted, run.spec.max_groups - run.submitted_groups)
+    return max(0, min(wanted, ctx.settings.max_queued_jobs - len(ctx.tables.jobs)))

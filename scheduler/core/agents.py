@@ -1,0 +1,396 @@
+"""Edge agents: who is there, what they hold, who is lost.
+
+    joining -> ready <-> suspect -> lost        any -> draining, gone (said goodbye)
+    reconnecting (known from rows after a restart) -> ready | lost
+
+What always holds: only ready agents get offers; a suspect one gets none but loses nothing; losing
+an agent makes its attempts stray, it does not revoke them; an older incarnation is refused; every
+held attempt that the scheduler wants no more is named in the next reply.
+"""
+
+from collections.abc import Iterable
+
+from scheduler.core import attempts, jobs
+from scheduler.core.context import (
+    CONNECTED,
+    AgentLive,
+    AgentState,
+    Context,
+    Lease,
+    known_code,
+)
+from scheduler.core.state import Agent
+from transport.messages import (
+    PROTOCOL_VERSION,
+    AgentInventory,
+    AttemptFailed,
+    Goodbye,
+    Heartbeat,
+    HeartbeatReply,
+    HeldAttempt,
+    Hello,
+    HelloRequired,
+    HostedPolicies,
+    LeaseReply,
+    LeaseRevoke,
+    Message,
+    Refuse,
+    Role,
+    VersionRef,
+    VersionServing,
+    Welcome,
+)
+
+MAX_LABELS = 64
+MAX_SLOTS = 1_000_000
+
+
+def message(ctx: Context, name: str, message: Message) -> None:
+    """Anything that an agent says."""
+    live = ctx.agents.get(name)
+    if isinstance(message, Hello):
+        hello(ctx, name, message)
+        return
+    if live is None or live.state in ("reconnecting", "lost", "gone"):
+        ctx.send(name, HelloRequired())
+        if live is None:
+            ctx.count("agents.unknown")
+            return
+    else:
+        live.heard_s = ctx.now
+    agent = ctx.tables.agents[name]
+    match message:
+        case Heartbeat():
+            if live.state in CONNECTED:
+                _heartbeat(ctx, agent, live, message)
+        case LeaseReply():
+            _lease_reply(ctx, live, message)
+        case AttemptFailed():
+            _attempt_failed(ctx, agent, live, message)
+        case VersionServing():
+            _serving(ctx, agent, live, message)
+        case Goodbye():
+            _goodbye(ctx, agent, live, message)
+        case _:
+            ctx.count("agents.unexpected_message")
+
+
+def hello(ctx: Context, name: str, message: Hello) -> None:
+    """An agent introduces itself: for the first time, again, or after a restart."""
+    known = ctx.tables.agents.get(name)
+    refusal = _refusal(message, known)
+    if refusal is not None:
+        ctx.count(f"refused.{refusal.code}")
+        ctx.note(name, "refused", code=refusal.code)
+        ctx.send(name, refusal)
+        return
+    inventory = message.agent
+    assert inventory is not None  # noqa: S101 - _refusal has looked
+    reborn = known is None or message.incarnation > known.incarnation
+    agent = _introduce(ctx, name, message.incarnation, inventory)
+    live = ctx.agents.get(name)
+    if live is None:
+        live = AgentLive(name, "joining", ctx.heartbeat_s(), ctx.now)
+        ctx.agents[name] = live
+    live.heartbeat_s = ctx.heartbeat_s()
+    live.heard_s = ctx.now
+    if reborn:
+        live.declines = live.failures = 0
+        live.blocked_until_s = 0.0
+        live.tokens_generated = live.bytes_up = live.bytes_down = 0
+    ctx.note(name, "hello", incarnation=message.incarnation, slots=agent.slots)
+    _set_state(ctx, agent, live, "joining")
+    ctx.timers.cancel("forget", name)
+    ctx.timers.set("agent", name, ctx.now + _suspect_after_s(ctx, live))
+    _reconcile_hello(ctx, live, inventory.held, reborn)
+    _ready_if_serving(ctx, agent, live)
+    welcome = Welcome(
+        term=ctx.term,
+        heartbeat_s=live.heartbeat_s,
+        lost_after_s=ctx.lost_after_s(live.heartbeat_s),
+        policies=ctx.hosted(),
+    )
+    ctx.send(name, welcome)
+
+
+def tell_hosted(ctx: Context) -> None:
+    """The policies to host have changed."""
+    policies = ctx.hosted()
+    for name, live in ctx.agents.items():
+        if live.state in CONNECTED:
+            ctx.send(name, HostedPolicies(policies=policies))
+
+
+def liveness_due(ctx: Context, name: str) -> None:
+    """The agent's timer fired: it may have been silent for too long."""
+    live = ctx.agents.get(name)
+    if live is None or live.state in ("lost", "gone"):
+        return
+    agent = ctx.tables.agents[name]
+    if live.state == "reconnecting":
+        _lose(ctx, agent, live, "not_back")
+        return
+    lost_s = live.heard_s + ctx.lost_after_s(live.heartbeat_s)
+    suspect_s = live.heard_s + _suspect_after_s(ctx, live)
+    if ctx.now >= lost_s:
+        _lose(ctx, agent, live, "silent")
+    elif ctx.now >= suspect_s:
+        if live.state == "ready":
+            _set_state(ctx, agent, live, "suspect")
+        ctx.timers.set("agent", name, lost_s)
+    else:
+        ctx.timers.set("agent", name, suspect_s)
+
+
+def attempt_due(ctx: Context, attempt: str) -> None:
+    """An offer was not answered in time, or a lease not renewed."""
+    lease = ctx.leases.get(attempt)
+    if lease is None:
+        return
+    if lease.leased:
+        jobs.lost(ctx, lease, "lapsed")
+        return
+    live = ctx.agents[lease.agent]
+    jobs.withdraw(ctx, lease, "offer_timeout")
+    _block(ctx, live, ctx.settings.offer_timeout_s)
+
+
+def unblock_due(ctx: Context, name: str) -> None:
+    live = ctx.agents.get(name)
+    if live is not None:
+        ctx.refresh_open(ctx.tables.agents[name], live)
+
+
+def forget_due(ctx: Context, name: str) -> None:
+    """An agent has been away for long: forget it unless it still holds something."""
+    live = ctx.agents.get(name)
+    if live is None or live.state not in ("lost", "gone") or live.leases:
+        return
+    ctx.tables.remove(ctx.tables.agents[name])
+    del ctx.agents[name]
+    ctx.note(name, "forgotten")
+
+
+def _refusal(message: Hello, known: Agent | None) -> Refuse | None:
+    if message.protocol != PROTOCOL_VERSION:
+        return Refuse(
+            code="protocol.version",
+            message=f"protocol {message.protocol}, the scheduler speaks {PROTOCOL_VERSION}:"
+            " install the same farflow on both sides",
+        )
+    inventory = message.agent
+    if message.role is not Role.AGENT or inventory is None:
+        return Refuse(code="hello.invalid", message="an agent's hello needs its inventory")
+    if not 1 <= inventory.slots <= MAX_SLOTS:
+        return Refuse(code="hello.invalid", message=f"slots must be 1 to {MAX_SLOTS}")
+    if known is not None and message.incarnation < known.incarnation:
+        return Refuse(
+            code="agent.superseded",
+            message=f"a newer process (incarnation {known.incarnation}) speaks with this key;"
+            " give each agent a key of its own",
+        )
+    return None
+
+
+def _introduce(ctx: Context, name: str, incarnation: int, inventory: AgentInventory) -> Agent:
+    hosted = ctx.hosted()
+    before = ctx.tables.agents.get(name)
+    agent = Agent(
+        name=name,
+        incarnation=incarnation,
+        slots=inventory.slots,
+        hardware=inventory.hardware[:64],
+        engine=inventory.engine[:64],
+        workflows=inventory.workflows,
+        rewards=inventory.rewards,
+        labels=dict(list(inventory.labels.items())[:MAX_LABELS]),
+        versions={p: ref for p, ref in inventory.versions.items() if p in hosted},
+        groups_done=0 if before is None else before.groups_done,
+        attempts_failed=0 if before is None else before.attempts_failed,
+    )
+    if before is not None and name in ctx.agents and ctx.agents[name].state == "ready":
+        ctx.ready_slots += agent.slots - before.slots
+    ctx.tables.add(agent)
+    return agent
+
+
+def _reconcile_hello(
+    ctx: Context, live: AgentLive, held: tuple[HeldAttempt, ...], reborn: bool
+) -> None:
+    """What it holds goes on; what it does not hold was never received, or is over."""
+    listed = {entry.attempt: entry for entry in held}
+    for lease in tuple(live.leases.values()):
+        if lease.attempt not in ctx.leases:
+            continue  # ended with its job a moment ago
+        entry = listed.get(lease.attempt)
+        if entry is not None and entry.fence == lease.fence:
+            _still_held(ctx, lease, entry)
+        elif reborn:
+            jobs.attempt_failed(ctx, lease, "agent.restarted")
+        elif not lease.leased:
+            jobs.withdraw(ctx, lease, "not_received")
+        elif not attempts.is_stray(ctx, lease):
+            attempts.unlisted(ctx, lease)
+
+
+def _still_held(ctx: Context, lease: Lease, entry: HeldAttempt) -> bool:
+    """Renew a listed lease; false when it is given up for want of room."""
+    if entry.spooled:
+        attempts.spooled(ctx, lease)
+    if attempts.is_stray(ctx, lease) and not attempts.revive(ctx, lease):
+        job = ctx.tables.jobs[lease.job]
+        record = next(record for record in job.attempts if record.id == lease.attempt)
+        attempts.revoke(ctx, job, record, "no_room")
+        return False
+    attempts.renew(ctx, lease)
+    return True
+
+
+def _heartbeat(ctx: Context, agent: Agent, live: AgentLive, message: Heartbeat) -> None:
+    unknown: list[str] = []
+    listed: dict[str, None] = {}
+    for entry in message.held:
+        lease = attempts.find(ctx, entry.attempt, entry.fence, agent.name)
+        if lease is None or not _still_held(ctx, lease, entry):
+            unknown.append(entry.attempt)
+        else:
+            listed[entry.attempt] = None
+    for lease in live.leases.values():
+        if lease.leased and lease.attempt not in listed and not attempts.is_stray(ctx, lease):
+            attempts.unlisted(ctx, lease)
+    live.running_sequences = message.running_sequences
+    live.tokens_generated = message.tokens_generated
+    live.bytes_up, live.bytes_down = message.bytes_up, message.bytes_down
+    if message.rtt_s is not None and 0.0 <= message.rtt_s < 3600.0:
+        live.estimate.rtt_s.observe(message.rtt_s, ctx.now)
+    _take_versions(ctx, agent, message.versions)
+    if message.draining:
+        _set_state(ctx, agent, live, "draining")
+    elif live.state in ("suspect", "draining"):
+        _set_state(ctx, agent, live, "joining")
+    _ready_if_serving(ctx, agent, live)
+    reply = HeartbeatReply(
+        sequence=message.sequence, sent_s=message.sent_s, unknown=tuple(unknown)
+    )
+    if unknown:
+        ctx.count("agents.held_unknown", len(unknown))
+    ctx.send(agent.name, reply)
+
+
+def _take_versions(ctx: Context, agent: Agent, versions: dict[str, VersionRef]) -> None:
+    if versions == agent.versions:
+        return
+    hosted = ctx.hosted()
+    kept = {policy: ref for policy, ref in versions.items() if policy in hosted}
+    if kept != agent.versions:
+        agent.versions = kept
+        ctx.tables.touch(agent)
+        ctx.dispatch_due = True
+
+
+def _serving(ctx: Context, agent: Agent, live: AgentLive, message: VersionServing) -> None:
+    ref = VersionRef(version=message.version, digest=message.digest)
+    _take_versions(ctx, agent, {**agent.versions, message.policy: ref})
+    live.estimate.fetched(
+        fetched_bytes=message.fetched_bytes,
+        fetch_s=message.fetch_s,
+        pause_s=message.pause_s,
+        now=ctx.now,
+    )
+    ctx.note(agent.name, "serving", policy=message.policy, version=message.version)
+    _ready_if_serving(ctx, agent, live)
+
+
+def _lease_reply(ctx: Context, live: AgentLive, message: LeaseReply) -> None:
+    lease = attempts.find(ctx, message.attempt, message.fence, live.name)
+    if lease is None:
+        if message.accepted:
+            # Taken back in the meantime; say it again in case the agent heard it in this order.
+            revoke = LeaseRevoke(attempt=message.attempt, fence=message.fence, reason="unknown")
+            ctx.send(live.name, revoke)
+        ctx.count("attempts.late_reply")
+        return
+    if message.accepted:
+        live.declines = 0
+        if not attempts.is_stray(ctx, lease):
+            attempts.renew(ctx, lease)
+        return
+    reason = known_code(message.reason)
+    ctx.count(f"attempts.declined.{reason}")
+    evaluation = ctx.tables.jobs[lease.job].evaluation
+    if reason == "version_passed" and evaluation:
+        ctx.evaluations[evaluation].declined[live.name] = None
+    else:
+        live.declines += 1
+        delay_s = live.heartbeat_s * 2 ** min(live.declines - 1, 10)
+        _block(ctx, live, min(delay_s, ctx.settings.retry_backoff_max_s))
+    jobs.declined(ctx, lease, reason)
+
+
+def _attempt_failed(ctx: Context, agent: Agent, live: AgentLive, message: AttemptFailed) -> None:
+    lease = attempts.find(ctx, message.attempt, message.fence, agent.name)
+    if lease is None:
+        ctx.count("attempts.late_failure")
+        return
+    code = known_code(message.code)
+    ctx.count(f"attempts.failed.{code}")
+    agent.attempts_failed += 1
+    ctx.tables.touch(agent)
+    live.failures += 1
+    if live.failures >= jobs.FAILURE_STREAK:
+        _block(ctx, live, jobs.backoff_s(ctx, live.failures))
+    jobs.attempt_failed(ctx, lease, code, message.detail)
+
+
+def _goodbye(ctx: Context, agent: Agent, live: AgentLive, message: Goodbye) -> None:
+    agent.gone = True
+    ctx.tables.touch(agent)
+    ctx.note(agent.name, "goodbye", reason=message.reason[:100])
+    _leave(ctx, agent, live, "gone", "goodbye")
+
+
+def _lose(ctx: Context, agent: Agent, live: AgentLive, reason: str) -> None:
+    ctx.count(f"agents.lost.{reason}")
+    _leave(ctx, agent, live, "lost", reason)
+
+
+def _leave(ctx: Context, agent: Agent, live: AgentLive, state: AgentState, reason: str) -> None:
+    _set_state(ctx, agent, live, state)
+    ctx.timers.cancel("agent", agent.name)
+    ctx.timers.set("forget", agent.name, ctx.now + ctx.settings.forget_agent_s)
+    _lose_all(ctx, live.leases.values(), f"agent_{reason}")
+
+
+def _lose_all(ctx: Context, leases: Iterable[Lease], reason: str) -> None:
+    for lease in tuple(leases):
+        if lease.attempt in ctx.leases and not attempts.is_stray(ctx, lease):
+            jobs.lost(ctx, lease, reason)
+
+
+def _ready_if_serving(ctx: Context, agent: Agent, live: AgentLive) -> None:
+    if live.state == "joining" and agent.versions:
+        _set_state(ctx, agent, live, "ready")
+
+
+def _set_state(ctx: Context, agent: Agent, live: AgentLive, state: AgentState) -> None:
+    if live.state != state:
+        if live.state == "ready":
+            ctx.ready_slots -= agent.slots
+        if state == "ready":
+            ctx.ready_slots += agent.slots
+        live.state = state
+        ctx.note(agent.name, state)
+    ctx.refresh_open(agent, live)
+
+
+def _suspect_after_s(ctx: Context, live: AgentLive) -> float:
+    return live.heartbeat_s * ctx.settings.suspect_after_missed
+
+
+def _block(ctx: Context, live: AgentLive, delay_s: float) -> None:
+    """No offers for a while."""
+    until_s = ctx.now + delay_s
+    if until_s > live.blocked_until_s:
+        live.blocked_until_s = until_s
+        ctx.timers.set("unblock", live.name, until_s)
+        ctx.refresh_open(ctx.tables.agents[live.name], live)

@@ -1,0 +1,295 @@
+"""Everything one scheduler life works on: rows, their indexes, clocks, estimates and what is due.
+
+What always holds: an index mirrors rows and is rebuilt from them at a restart; all containers keep
+insertion order and none is a set that is walked; the story and the counters are bounded.
+
+The modules beside this one are functions over a ``Context``: each event changes rows and marks
+policies, runs and placement as due; ``machine`` then settles what is due in a fixed order.
+"""
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from scheduler.core.buffers import Buffer
+from scheduler.core.effects import Effect, Send
+from scheduler.core.estimators import AgentEstimate, Ewma, HardwarePriors, RunEstimate
+from scheduler.core.placement import make_rule
+from scheduler.core.settings import CoreSettings
+from scheduler.core.state import Agent, Counters, Policy, Run, Tables
+from scheduler.core.timers import Timers
+from scheduler.core.versions import VersionTree
+from transport.ids import Fence
+from transport.messages import Item, Message
+
+if TYPE_CHECKING:
+    import random
+
+MAX_COUNTERS = 512
+AgentState = Literal["joining", "ready", "suspect", "reconnecting", "lost", "draining", "gone"]
+CONNECTED: frozenset[str] = frozenset({"joining", "ready", "suspect", "draining"})
+
+
+@dataclass(slots=True)
+class Lease:
+    """The clock side of an attempt. ``leased`` after the agent accepted; ``counted`` while it
+    occupies slots; ``pinned`` as offered; ``unlisted`` once a sign of life left it out."""
+
+    attempt: str
+    job: str
+    agent: str
+    fence: Fence
+    sequences: int
+    pinned: dict[str, int]
+    offered_s: float
+    accepted_s: float | None = None
+    leased: bool = False
+    spooled: bool = False
+    counted: bool = True
+    unlisted: bool = False
+
+
+@dataclass(slots=True)
+class AgentLive:
+    """What this life knows of an agent. ``load`` is sequences of its counted leases."""
+
+    name: str
+    state: AgentState
+    heartbeat_s: float
+    heard_s: float
+    load: int = 0
+    leases: dict[str, Lease] = field(default_factory=dict)
+    blocked_until_s: float = 0.0
+    declines: int = 0
+    failures: int = 0
+    offered_s: float | None = None
+    running_sequences: int = 0
+    tokens_generated: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    estimate: AgentEstimate = field(default_factory=AgentEstimate)
+
+
+@dataclass(slots=True)
+class PolicyLive:
+    """Indexes of a policy, and when its trainer was last heard. ``gone`` once it has been silent
+    for ``work_grace_s``; ``taken`` are jobs by the step that took them."""
+
+    tree: VersionTree
+    buffer: Buffer
+    heard_s: float
+    present: bool = False
+    gone: bool = False
+    taken: dict[int, dict[str, None]] = field(default_factory=dict)
+    busy_s: Ewma = field(default_factory=Ewma)
+    starved_since_s: float | None = None
+
+
+@dataclass(slots=True)
+class RunLive:
+    """Indexes of a run: its training jobs, items fetched ahead (the first has index
+    ``run.cursor``), what was asked of its task source, sequences in flight."""
+
+    estimate: RunEstimate
+    jobs: dict[str, None] = field(default_factory=dict)
+    reserve: deque[Item] = field(default_factory=deque)
+    asked_until: int = 0
+    in_flight: int = 0
+    source_started: bool = False
+
+
+@dataclass(slots=True)
+class EvaluationLive:
+    """Indexes of an evaluation: its open jobs, agents that are past its version, how far its
+    items were asked for, sequences in flight."""
+
+    jobs: dict[str, None] = field(default_factory=dict)
+    declined: dict[str, None] = field(default_factory=dict)
+    asked_until: int = 0
+    in_flight: int = 0
+
+
+class ReadyQueue:
+    """Jobs of one run or evaluation that wait for an agent, lowest index first."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, None] = {}
+        self._heap: list[tuple[int, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, job: str) -> bool:
+        return job in self._waiting
+
+    def add(self, job: str, index: int) -> None:
+        if job not in self._waiting:
+            self._waiting[job] = None
+            heapq.heappush(self._heap, (index, job))
+
+    def discard(self, job: str) -> None:
+        self._waiting.pop(job, None)
+
+    def first(self) -> str | None:
+        while self._heap and self._heap[0][1] not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+
+class OpenAgents:
+    """Agents that may have room, in a list that is cut from anywhere in O(1)."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._place: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._place
+
+    def put(self, name: str, is_open: bool) -> bool:
+        """Add or remove; whether that changed anything."""
+        place = self._place.get(name)
+        if is_open == (place is not None):
+            return False
+        if place is None:
+            self._place[name] = len(self.names)
+            self.names.append(name)
+            return True
+        last = self.names.pop()
+        if last != name:
+            self.names[place] = last
+            self._place[last] = place
+        del self._place[name]
+        return True
+
+
+class Context:
+    """The state of one life of the scheduler; see the module's docstring."""
+
+    def __init__(
+        self,
+        settings: CoreSettings,
+        *,
+        term: int,
+        rng: "random.Random",
+        build: str,
+        now: float,
+    ) -> None:
+        self.settings = settings
+        self.term = term
+        self.rng = rng
+        self.build = build
+        self.now = now
+        self.started_s = now
+        self.fences = 0
+        self.tables = Tables()
+        self.timers = Timers()
+        self.rule = make_rule(settings.placement, rng)
+        self.hardware = HardwarePriors()
+        self.agents: dict[str, AgentLive] = {}
+        self.policies: dict[str, PolicyLive] = {}
+        self.runs: dict[str, RunLive] = {}
+        self.evaluations: dict[str, EvaluationLive] = {}
+        self.trainers: dict[str, str] = {}
+        self.leases: dict[str, Lease] = {}
+        self.bodies: dict[str, str] = {}
+        self.queues: dict[str, ReadyQueue] = {}
+        self.open_agents = OpenAgents()
+        self.largest_group = 1
+        self.ready_slots = 0
+        self.effects: list[Effect] = []
+        self.new_releases: list[str] = []
+        self.due_policies: dict[str, None] = {}
+        self.due_runs: dict[str, None] = {}
+        self.dispatch_due = False
+        self.entries: deque[tuple[float, str, str, tuple[tuple[str, object], ...]]] = deque(
+            maxlen=settings.story_length
+        )
+        self._counters = Counters(values={})
+        self._stored_counters: Counters | None = None
+
+    def send(self, peer: str, message: Message) -> None:
+        self.effects.append(Send(peer, message))
+
+    def next_fence(self) -> Fence:
+        self.fences += 1
+        return (self.term, self.fences)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Count under a dotted name; the number of names is bounded because some come from
+        peers (``known_code``)."""
+        counters = self._counters_row()
+        if name not in counters.values and len(counters.values) >= MAX_COUNTERS:
+            name = "counters.other"
+        counters.values[name] = counters.values.get(name, 0) + amount
+        self.tables.touch(counters)
+
+    def counters(self) -> dict[str, int]:
+        return dict(sorted(self._counters_row().values.items()))
+
+    def note(self, subject: str, what: str, **facts: object) -> None:
+        """Remember a transition for ``story``."""
+        self.entries.append((self.now, subject, what, tuple(facts.items())))
+
+    def story(self, id: str) -> list[str]:
+        """Remembered transitions of ``id``, of its attempts when it is a job, and those that name
+        it among their facts."""
+        prefix = f"{id}#"
+        return [
+            " ".join([f"{at:.3f} {subject} {what}", *(f"{k}={v}" for k, v in facts)])
+            for at, subject, what, facts in self.entries
+            if subject == id or subject.startswith(prefix) or any(v == id for _, v in facts)
+        ]
+
+    def run_of(self, policy: Policy) -> Run:
+        return self.tables.runs[policy.run]
+
+    def queue(self, name: str) -> ReadyQueue:
+        found = self.queues.get(name)
+        if found is None:
+            found = self.queues[name] = ReadyQueue()
+        return found
+
+    def hosted(self) -> tuple[str, ...]:
+        """Policies of all live runs, which every agent is to host."""
+        return tuple(
+            sorted(p.id for p in self.tables.policies.values() if self.run_of(p).live)
+        )
+
+    def heartbeat_s(self) -> float:
+        """The interval to assign: grows with the fleet so that the rate of heartbeats does not."""
+        scale = len(self.agents) / self.settings.heartbeat_scale_agents
+        return self.settings.heartbeat_s * max(1.0, scale)
+
+    def lost_after_s(self, heartbeat_s: float) -> float:
+        return self.settings.lost_after_s * heartbeat_s / self.settings.heartbeat_s
+
+    def refresh_open(self, agent: Agent, live: AgentLive) -> None:
+        """Bring ``open_agents`` up to date after a change of state, block or load."""
+        prefetch = self.settings.prefetch_groups
+        room = agent.slots + max(0, prefetch - 1) * self.largest_group - live.load
+        is_open = (
+            live.state == "ready"
+            and live.blocked_until_s <= self.now
+            and (room > 0 or (room == 0 and prefetch > 0) or live.load == 0)
+        )
+        if self.open_agents.put(agent.name, is_open) and is_open:
+            self.dispatch_due = True
+
+    def _counters_row(self) -> Counters:
+        if self._stored_counters is None:
+            self._stored_counters = self.tables.counters.get(self._counters.key)
+            if self._stored_counters is None:
+                self._stored_counters = self._counters
+                self.tables.add(self._counters)
+        return self._stored_counters
+
+
+def known_code(code: str) -> str:
+    """A peer's code as part of a counter's name: short and plain, or ``other``."""
+    plain = code.replace("_", "").replace(".", "").replace("-", "")
+    return code if 0 < len(code) <= 40 and plain.isascii() and plain.isalnum() else "other"

@@ -1,0 +1,178 @@
+"""Results: summaries of bodies that the trajectory log holds.
+
+What always holds: every announced digest is answered, so that the log can stop announcing it; a
+job has at most one result, the first complete valid one of an attempt that was not revoked; the
+body of any other summary is released. A summary comes from an agent, so nothing in it is trusted
+before it is checked.
+"""
+
+import math
+
+from scheduler.core import attempts, jobs
+from scheduler.core.accounting import move, open_copies
+from scheduler.core.context import Context, Lease
+from scheduler.core.state import Job, Result
+from transport.messages import (
+    BodiesGone,
+    BodiesReleased,
+    GroupSummary,
+    SummariesAccepted,
+    TrajectoriesStored,
+)
+
+RELEASE_BATCH = 1000
+ACCURATE = 1.0
+"""An evaluated item counts as right from this reward on."""
+
+
+def stored(ctx: Context, service: str, message: TrajectoriesStored) -> None:
+    """Durable bodies were announced."""
+    for summary in message.summaries:
+        _summary(ctx, summary)
+    digests = tuple(summary.digest for summary in message.summaries)
+    ctx.send(service, SummariesAccepted(digests=digests))
+
+
+def bodies_gone(ctx: Context, message: BodiesGone) -> None:
+    for digest in message.digests:
+        row = ctx.tables.releases.get(digest)
+        if row is not None:
+            ctx.tables.remove(row)
+    if not ctx.tables.releases:
+        ctx.timers.cancel("release", "")
+
+
+def send_releases(ctx: Context, service: str, digests: list[str]) -> None:
+    """Tell the log what it may drop, and again later until it has."""
+    for start in range(0, len(digests), RELEASE_BATCH):
+        batch = tuple(digests[start : start + RELEASE_BATCH])
+        ctx.send(service, BodiesReleased(digests=batch))
+    if ctx.tables.releases:
+        ctx.timers.set_earlier("release", "", ctx.now + ctx.settings.release_repeat_s)
+
+
+def pending_releases(ctx: Context) -> list[str]:
+    """The oldest pending releases, at most one batch."""
+    found: list[str] = []
+    for digest in ctx.tables.releases:
+        if len(found) == RELEASE_BATCH:
+            break
+        found.append(digest)
+    return found
+
+
+def _summary(ctx: Context, summary: GroupSummary) -> None:
+    job = ctx.tables.jobs.get(summary.job)
+    if job is not None and job.result is not None and job.result.digest == summary.digest:
+        return  # announced again because our answer was lost
+    lease = attempts.find(ctx, summary.attempt, summary.fence, summary.agent)
+    if job is None or lease is None or lease.job != summary.job:
+        ctx.count("results.late")
+        ctx.note(summary.attempt, "late result", digest=summary.digest, agent=summary.agent)
+        jobs.release(ctx, summary.digest)
+        return
+    fault = _fault(ctx, job, summary)
+    if fault:
+        ctx.count("results.invalid")
+        jobs.release(ctx, summary.digest)
+        jobs.attempt_failed(ctx, lease, "summary.invalid", fault)
+        return
+    _accept(ctx, job, lease, summary)
+
+
+def _fault(ctx: Context, job: Job, summary: GroupSummary) -> str:
+    """What is wrong with a summary of a live attempt, or nothing."""
+    sequences = job.sequences
+    if len(summary.rewards) != sequences or len(summary.lengths) != sequences:
+        return f"{len(summary.rewards)} rewards, {len(summary.lengths)} lengths of {sequences}"
+    if not all(map(math.isfinite, summary.rewards)) or min(summary.lengths) < 0:
+        return "reward or length out of range"
+    if not (math.isfinite(summary.generating_s) and math.isfinite(summary.queued_s)):
+        return "a time is not finite"
+    if summary.size_bytes <= 0 or not summary.digest:
+        return "no body"
+    if summary.digest in ctx.tables.releases or summary.digest in ctx.bodies:
+        return "its body belongs to another result"
+    for policy, (oldest, newest) in summary.versions.items():
+        known = ctx.tables.policies.get(policy)
+        if known is None or known.run != job.run or not 0 <= oldest <= newest:
+            return f"version range of {policy}"
+    return ""
+
+
+def _accept(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
+    _learn(ctx, job, lease, summary)
+    record = next(record for record in job.attempts if record.id == lease.attempt)
+    attempts.end(ctx, job, record, "result", digest=summary.digest)
+    attempts.revoke_all(ctx, job, "job_done")
+    attempts.leave_queue(ctx, job)
+    ctx.count("results.accepted")
+    agent = ctx.tables.agents[lease.agent]
+    agent.groups_done += 1
+    ctx.tables.touch(agent)
+    job.result = Result(
+        attempt=summary.attempt,
+        agent=lease.agent,
+        digest=summary.digest,
+        size_bytes=summary.size_bytes,
+        reward_mean=sum(summary.rewards) / len(summary.rewards),
+        response_tokens=sum(summary.lengths),
+    )
+    job.items = ()
+    ctx.bodies[summary.digest] = job.id
+    if job.kind == "eval":
+        _score(ctx, job, summary)
+    else:
+        _route(ctx, job, summary)
+    jobs.drop_if_over(ctx, job)
+
+
+def _learn(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
+    live = ctx.agents[lease.agent]
+    agent = ctx.tables.agents[lease.agent]
+    live.failures = 0
+    sample = live.estimate.group_done(
+        lengths=summary.lengths,
+        slots=agent.slots,
+        generating_s=summary.generating_s,
+        now=ctx.now,
+    )
+    if sample is not None:
+        ctx.hardware.observe(agent.hardware, sample)
+    if lease.accepted_s is not None:
+        on_agent_s = summary.queued_s + summary.generating_s
+        upload_s = ctx.now - lease.accepted_s - on_agent_s
+        live.estimate.uploaded(size_bytes=summary.size_bytes, upload_s=upload_s, now=ctx.now)
+    if job.kind == "train":
+        ctx.runs[job.run].estimate.group_done(summary.lengths, summary.size_bytes)
+
+
+def _score(ctx: Context, job: Job, summary: GroupSummary) -> None:
+    evaluation = ctx.tables.evaluations[job.evaluation]
+    evaluation.scored += len(summary.rewards)
+    evaluation.correct += sum(reward >= ACCURATE for reward in summary.rewards)
+    ctx.tables.touch(evaluation)
+    for policy in open_copies(job):
+        move(ctx, job, policy, "scored")
+
+
+def _route(ctx: Context, job: Job, summary: GroupSummary) -> None:
+    """Hand the group to every policy that produced tokens in it and still wants it."""
+    for policy in open_copies(job):
+        span = summary.versions.get(policy)
+        if span is None:
+            move(ctx, job, policy, "dropped", "not_routed")
+            continue
+        copy = job.copies[policy]
+        copy.oldest = span[0]
+        live = ctx.policies[policy]
+        bound = ctx.tables.runs[job.run].spec.policies[
+            ctx.tables.policies[policy].name
+        ].max_policy_lag
+        deadline = live.tree.deadline(copy.oldest, bound)
+        if deadline is None:
+            lag = live.tree.lag(copy.oldest)
+            move(ctx, job, policy, "expired", "unknown_version" if lag is None else "late")
+            continue
+        live.buffer.add(job.id, job.index, deadline)
+        move(ctx, job, policy, "buffered")

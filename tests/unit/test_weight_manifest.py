@@ -1,0 +1,226 @@
+"""Manifests: what they may say and who may say it."""
+
+import dataclasses
+import hashlib
+
+import msgspec
+import pytest
+
+from transport.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    RemoteProtocolError,
+    SizeLimitExceeded,
+)
+from transport.weights.manifest import (
+    CHUNK_BYTES,
+    LARGE_CHUNK_BYTES,
+    LARGE_FILE_BYTES,
+    MAX_ARTEFACT_BYTES,
+    MAX_FILE_BYTES,
+    FileEntry,
+    SignedManifest,
+    SigningKey,
+    VersionManifest,
+    check_manifest,
+    chunk_bytes_for,
+    decode_manifest,
+    describe_file,
+    is_artefact_name,
+    verify,
+)
+
+
+@dataclasses.dataclass
+class Trusted:
+    verify_key: str
+    policy: str
+
+
+def entry(name="delta.safetensors", kind="delta", data=b"x" * 10, chunk_bytes=4):
+    return describe_file(name, kind, data, chunk_bytes=chunk_bytes)
+
+
+def manifest(**changes):
+    fields = {
+        "run": "r",
+        "policy": "r/p",
+        "version": 3,
+        "parent": 2,
+        "step": 3,
+        "digest": "a" * 64,
+        "base_digest": "b" * 64,
+        "files": (entry(),),
+        "full_bytes": 100,
+        "fingerprint": "c" * 64,
+        "created_wall_s": 1.5,
+    }
+    return VersionManifest(**{**fields, **changes})
+
+
+def trusting(key, policy="r/p"):
+    return {key.key_id: Trusted(key.public_hex, policy)}
+
+
+def test_a_file_is_described_chunk_by_chunk():
+    described = entry(data=b"0123456789")
+    assert described.digest == hashlib.sha256(b"0123456789").hexdigest()
+    assert [described.chunk_size_bytes(i) for i in range(3)] == [4, 4, 2]
+    assert described.chunk_matches(2, b"89")
+    assert not described.chunk_matches(2, b"98")
+    assert not described.chunk_matches(1, b"89")
+    assert not described.chunk_matches(3, b"")
+    assert not described.chunk_matches(-1, b"89")
+    assert entry(data=b"").chunk_digests == ()
+
+
+def test_large_files_get_larger_chunks():
+    assert chunk_bytes_for(LARGE_FILE_BYTES) == CHUNK_BYTES
+    assert chunk_bytes_for(LARGE_FILE_BYTES + 1) == LARGE_CHUNK_BYTES
+
+
+def test_a_signed_manifest_comes_back():
+    key = SigningKey.generate()
+    signed = key.sign(manifest())
+    assert verify(signed, trusting(key)) == manifest()
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(signed), type=SignedManifest)
+    assert verify(again, trusting(key)) == manifest()
+
+
+def test_unknown_keys_other_policies_and_changed_bytes_are_refused():
+    key, other = SigningKey.generate(), SigningKey.generate()
+    signed = key.sign(manifest())
+    with pytest.raises(AuthenticationFailed, match="not trusted"):
+        verify(signed, trusting(other))
+    with pytest.raises(AuthenticationFailed, match="r/q"):
+        verify(signed, trusting(key, "r/q"))
+    with pytest.raises(AuthenticationFailed, match="signature"):
+        verify(signed, {key.key_id: Trusted(other.public_hex, "r/p")})
+    for position in range(0, len(signed.manifest), 9):
+        changed = bytearray(signed.manifest)
+        changed[position] ^= 1
+        with pytest.raises(AuthenticationFailed):
+            verify(msgspec.structs.replace(signed, manifest=bytes(changed)), trusting(key))
+    with pytest.raises(AuthenticationFailed):
+        verify(msgspec.structs.replace(signed, signature=b"short"), trusting(key))
+
+
+@pytest.mark.parametrize(
+    ("error", "changes"),
+    [
+        (RemoteProtocolError, {"version": -1, "parent": None, "base_digest": None}),
+        (RemoteProtocolError, {"step": -1}),
+        (RemoteProtocolError, {"full_bytes": -1}),
+        (RemoteProtocolError, {"parent": 3}),
+        (RemoteProtocolError, {"parent": None}),
+        (RemoteProtocolError, {"base_digest": None}),
+        (RemoteProtocolError, {"base_digest": "B" * 64}),
+        (RemoteProtocolError, {"digest": "a" * 63}),
+        (RemoteProtocolError, {"fingerprint": "../" + "a" * 61}),
+        (RemoteProtocolError, {"files": (entry(), entry())}),
+        (SizeLimitExceeded, {"files": (entry(),) * 5000}),
+        (RemoteProtocolError, {"files": (entry("../delta.safetensors"),)}),
+        (RemoteProtocolError, {"files": (entry("config.json", "snapshot"),)}),
+        (RemoteProtocolError, {"files": (entry("modeling.py", "artefact"),)}),
+        (RemoteProtocolError, {"files": (entry("model.safetensors\n", "snapshot"),)}),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_refused(error, changes):
+    with pytest.raises(error):
+        check_manifest(manifest(**changes))
+    with pytest.raises(error):
+        SigningKey.generate().sign(manifest(**changes))
+
+
+@pytest.mark.parametrize(
+    ("error", "changes"),
+    [
+        (RemoteProtocolError, {"digest": "x" * 64}),
+        (RemoteProtocolError, {"size_bytes": -1}),
+        (RemoteProtocolError, {"chunk_bytes": 0}),
+        (RemoteProtocolError, {"chunk_bytes": LARGE_CHUNK_BYTES + 1}),
+        (RemoteProtocolError, {"chunk_digests": ()}),
+        (RemoteProtocolError, {"chunk_digests": (b"x" * 15,) * 3}),
+        (SizeLimitExceeded, {"size_bytes": MAX_FILE_BYTES + 1}),
+    ],
+)
+def test_a_file_entry_that_cannot_be_is_refused(error, changes):
+    with pytest.raises(error):
+        check_manifest(manifest(files=(msgspec.structs.replace(entry(), **changes),)))
+
+
+def test_artefacts_have_a_limit_of_their_own():
+    large = FileEntry(
+        name="tokenizer.json",
+        kind="artefact",
+        digest="a" * 64,
+        size_bytes=MAX_ARTEFACT_BYTES + 1,
+        chunk_bytes=CHUNK_BYTES,
+        chunk_digests=(b"x" * 16,) * 65,
+    )
+    with pytest.raises(SizeLimitExceeded, match=r"tokenizer\.json"):
+        check_manifest(manifest(files=(large,)))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"\x91" * 100_000])
+def test_bytes_that_are_no_manifest_are_refused(data):
+    with pytest.raises(RemoteProtocolError):
+        decode_manifest(data)
+
+
+def test_a_huge_manifest_is_refused_before_it_is_read():
+    with pytest.raises(SizeLimitExceeded):
+        decode_manifest(bytes(10_000_000))
+
+
+def test_fields_of_a_later_release_are_ignored():
+    fields = msgspec.to_builtins(manifest(), builtin_types=(bytes,))
+    fields["later"] = {"more": 1}
+    assert decode_manifest(msgspec.msgpack.encode(fields)) == manifest()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json",
+     "merges.txt", "vocab.txt", "spiece.model", "tokenizer.model", "preprocessor_config.json"],
+)  # fmt: skip
+def test_files_that_describe_a_model_travel(name):
+    assert is_artefact_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["modeling_x.py", "model.safetensors", "pytorch_model.bin", ".model", "a/b.model", "x.sh"]
+)
+def test_weights_and_program_text_do_not(name):
+    assert not is_artefact_name(name)
+
+
+def test_keys_are_text_of_64_hexadecimal_digits(tmp_path):
+    key = SigningKey.generate()
+    path = tmp_path / "key"
+    key.save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert SigningKey.load(path).public_hex == key.public_hex
+    with pytest.raises(ConfigError, match="key"):
+        key.save(path)
+    for text in ("", "ab", "g" * 64):
+        with pytest.raises(ConfigError):
+            SigningKey(text)
+    path.write_text("no key")
+    with pytest.raises(ConfigError, match=str(path)):
+        SigningKey.load(path)
+    with pytest.raises(ConfigError, match="absent"):
+        SigningKey.load(tmp_path / "absent")
+
+
+def test_a_published_signature_stays_valid():
+    """The signed bytes are what later releases must be able to check."""
+    key = SigningKey("07" * 32)
+    assert key.public_hex == "ea4a6c63e29c520abef5507b132ec5f9954776aebebe7b92421eea691446d22c"
+    signed = SignedManifest(
+        manifest=msgspec.msgpack.encode(manifest()),
+        signature=key.sign(manifest()).signature,
+        key_id=key.key_id,
+    )
+    assert verify(signed, trusting(key)) == manifest()
