@@ -2,8 +2,8 @@
 
 What always holds: the copy is one version, proved by its digest; staging verifies everything and
 touches nothing; committing moves the copy in one step (a small state file), so a crash leaves the
-old version or the new one. A copy that turns out damaged at the start is thrown away with a
-warning, and the agent asks for a fresh plan.
+old version or the new one. What turns out damaged at the start is thrown away with a warning: the
+copy goes back to its last intact version or is gone, and the agent asks for a fresh plan.
 
     FOLDER/POLICY/state          which base, which deltas on top: the only file that is replaced
     FOLDER/POLICY/base-N-K/      Hugging Face folder of version N: weights and artefacts
@@ -326,19 +326,23 @@ class WeightCopies:
         path = self._path(policy)
         try:
             record = msgspec.msgpack.decode((path / _STATE).read_bytes(), type=_CopyRecord)
-            base_manifest = read_trusted(record.base_manifest)
-            deltas = tuple(read_trusted(signed) for signed in record.deltas)
+            manifest = read_trusted(record.base_manifest)
+            deltas = [read_trusted(signed) for signed in record.deltas]
             base = path / Path(record.base).name
             check_artefacts(base, record.artefacts)
-            state = checked_state(read_model_folder(base, mapped=True), base_manifest.manifest)
-            for stored in deltas:
-                state, _ = advanced(state, self.blobs(policy), stored.manifest)
-        except (OSError, msgspec.DecodeError, IntegrityError, ModelError, StoreError) as error:
+            state = checked_state(read_model_folder(base, mapped=True), manifest.manifest)
+        except (OSError, msgspec.DecodeError, IntegrityError, ModelError) as error:
             self.discard(policy)
             self.warnings.append(f"the copy of {policy} was damaged and is discarded: {error}")
             return
-        self._copies[policy] = _Copy(state, base, base_manifest, deltas, record.artefacts)
-        self._clean(policy)
+        intact: list[StoredManifest] = []
+        try:
+            for stored in deltas:
+                state, _ = advanced(state, self.blobs(policy), stored.manifest)
+                intact.append(stored)
+        except (IntegrityError, StoreError) as error:
+            self.warnings.append(f"the copy of {policy} goes back to {state.version}: {error}")
+        self._switch(policy, _Copy(state, base, manifest, tuple(intact), record.artefacts))
 
     def _new_base(self, staged: StagedVersion, base: StoredManifest) -> Path:
         """A base folder out of verified files: linked where they were downloaded, else copied."""

@@ -1,58 +1,46 @@
 """What the two service processes beside the scheduler have in common.
 
-What always holds: a service is reached only by keys of the authorized folder, and each message is
-one that its sender's role may say on this plane; it is known to the scheduler by its own key; it
-says one line on standard output when it can be reached; it stops when it is told to, when its
-standard input ends, or when the disk refuses (status 1): what cannot be kept must not be promised.
+What always holds: a service is known to the scheduler by its own key and announces itself until it
+is welcome; it says one line on standard output once it can be reached; it stops when it is told
+to, when its standard input ends, or when the disk refuses (status 1): what cannot be kept must not
+be promised.
 """
 
 import asyncio
-import contextlib
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-import msgspec
 import structlog
 
+from scheduler.build import build_id
 from scheduler.config import SchedulerConfig
 from scheduler.control_link import ControlLink
-from transport.authorized import AllowList
-from transport.envelope import LIMITS, decode, encode, peek
-from transport.errors import ConfigError, LinkClosed, LinkError, ProtocolError, StoreError
-from transport.keys import KeyPair, Peer, load_public
-from transport.links import Hub, LinkOptions, Network
+from scheduler.plane_hub import Arrival, PlaneHub, link_options, reachable, server_key
+from transport.errors import StoreError
+from transport.keys import KeyPair
+from transport.links import Network
 from transport.messages import Message, Plane
-from transport.permissions import may_send
 from transport.runtime.clock import Clock
 from transport.runtime.files import atomic_write, private_dir, read_limited
-from transport.runtime.settings import TransportConfig
 
 T = TypeVar("T")
 
-_BUILD_FILES: Final = ("scheduler/core", "transport")
+EXIT_FAILED: Final = 1
 _log = structlog.get_logger()
 
 
-class Arrival(NamedTuple):
-    """A message of the plane that its sender may say."""
-
-    route: bytes
-    peer: Peer
-    message: Message
-    payload: list[bytes]
-
-
 class Service(Protocol):
-    """One plane's work. ``run`` is its background part; the others are called on the loop and must
-    not block."""
+    """One plane's work; all methods are called on the loop and must not block."""
 
     def arrived(self, arrival: Arrival) -> None: ...
+
+    async def has_room(self) -> None:
+        """Returns when more may be received."""
+        ...
 
     def welcomed(self) -> None:
         """The scheduler knows us (again): announce what it has not confirmed."""
@@ -60,10 +48,146 @@ class Service(Protocol):
 
     def from_scheduler(self, message: Message) -> None: ...
 
-    async def has_room(self) -> None:
-        """Returns when more may be received."""
+    def parts(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """What runs in the background until cancelled, by name. A ``StoreError`` out of one ends
+        the process."""
         ...
 
-    async def run(self) -> None: ...
-
     async def close(self) -> None: ...
+
+
+class Surroundings(NamedTuple):
+    """What a service works with. ``tell`` gives a message to the scheduler, False when it cannot
+    take it now."""
+
+    config: SchedulerConfig
+    folder: Path
+    hub: PlaneHub
+    clock: Clock
+    rng: random.Random
+    tell: Callable[[Message], bool]
+
+
+class Worker:
+    """One thread for blocking work, in the order of the calls."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    async def run(self, call: Callable[..., T], *args: Any) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, functools.partial(call, *args))
+
+    def close(self) -> None:
+        """Wait for what is running; nothing further is done."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+async def run_service(
+    name: str,
+    plane: Plane,
+    config: SchedulerConfig,
+    open_service: Callable[[Surroundings], Service],
+    *,
+    port: int,
+    network: Network,
+    clock: Clock,
+    rng: random.Random,
+    stop: asyncio.Event,
+    on_ready: Callable[[dict[str, Any]], None],
+) -> int:
+    """Run a service until ``stop`` and return its exit status. ``open_service`` may block: it runs
+    before anybody is connected.
+
+    Raises:
+        ConfigError: keys or addresses are wrong.
+        StoreError: the folder cannot be used.
+    """
+    transport = config.transport
+    folder = private_dir(Path(config.scheduler.folder) / name)
+    own_key = KeyPair.load(Path(transport.keys) / f"{name}.toml")
+    hub_key = server_key(transport)
+    hub = PlaneHub(network, plane, transport, port=port, port_file=folder / "port", clock=clock)
+    control_options = link_options(transport, Plane.CONTROL)
+    service: Service | None = None
+
+    def welcomed() -> None:
+        if service is not None:
+            service.welcomed()
+
+    def from_scheduler(message: Message) -> None:
+        if service is not None:
+            service.from_scheduler(message)
+
+    control = ControlLink(
+        lambda: network.link(
+            f"tcp://{reachable(transport.host)}:{transport.control_port}",
+            control_options,
+            key=own_key,
+            server_key=hub_key.public_key,
+        ),
+        incarnation=next_incarnation(folder),
+        build=build_id(),
+        clock=clock,
+        rng=rng,
+        on_welcome=welcomed,
+        on_message=from_scheduler,
+    )
+    try:
+        service = open_service(Surroundings(config, folder, hub, clock, rng, control.send))
+        on_ready({"ready": True, "port": hub.port})
+        _log.info("service.ready", port=hub.port)
+        return await _run_parts(stop, hub, control, service)
+    finally:
+        if service is not None:
+            await service.close()
+        await hub.close()
+
+
+async def _run_parts(
+    stop: asyncio.Event, hub: PlaneHub, control: ControlLink, service: Service
+) -> int:
+    parts = [
+        asyncio.create_task(part, name=name)
+        for name, part in {
+            "receive": _receive(hub, service),
+            "keys": hub.keep_refreshing(),
+            "control": control.run(),
+            **service.parts(),
+        }.items()
+    ]
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (stopping, *parts):
+            task.cancel()
+        outcomes = await asyncio.gather(*parts, return_exceptions=True)
+    status = 0
+    for outcome in outcomes:
+        if isinstance(outcome, StoreError):
+            _log.error("service.store_failed", reason=str(outcome))
+            status = EXIT_FAILED
+        elif isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+            raise outcome
+    return status
+
+
+async def _receive(hub: PlaneHub, service: Service) -> None:
+    while True:
+        for arrival in await hub.recv():
+            service.arrived(arrival)
+        await service.has_room()
+
+
+def next_incarnation(folder: Path) -> int:
+    """A number that grows with every start; raises StoreError when it cannot be kept."""
+    path = folder / "incarnation"
+    try:
+        last = int(read_limited(path, 32))
+    except FileNotFoundError:
+        last = 0
+    except ValueError as error:
+        raise StoreError(f"{path}: holds no number; remove it") from error
+    atomic_write(path, f"{last + 1}\n".encode())
+    return last + 1

@@ -93,7 +93,7 @@ class Batch:
 
     @property
     def complete(self) -> bool:
-        return self._fetch.complete
+        return self._fetch.complete and not any(ref.job in self.refused for ref in self.groups)
 
 
 def refusals(

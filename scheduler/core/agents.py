@@ -108,17 +108,16 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
         term=ctx.term,
         heartbeat_s=live.heartbeat_s,
         lost_after_s=ctx.lost_after_s(live.heartbeat_s),
-        policies=ctx.hosted(),
+        policies=ctx.hosted,
     )
     ctx.send(name, welcome)
 
 
 def tell_hosted(ctx: Context) -> None:
     """The policies to host have changed."""
-    policies = ctx.hosted()
     for name, live in ctx.agents.items():
         if live.state in CONNECTED:
-            ctx.send(name, HostedPolicies(policies=policies))
+            ctx.send(name, HostedPolicies(policies=ctx.hosted))
 
 
 def liveness_due(ctx: Context, name: str) -> None:
@@ -193,7 +192,6 @@ def _refusal(message: Hello, known: Agent | None) -> Refuse | None:
 
 
 def _introduce(ctx: Context, name: str, incarnation: int, inventory: AgentInventory) -> Agent:
-    hosted = ctx.hosted()
     before = ctx.tables.agents.get(name)
     agent = Agent(
         name=name,
@@ -204,7 +202,7 @@ def _introduce(ctx: Context, name: str, incarnation: int, inventory: AgentInvent
         workflows=inventory.workflows,
         rewards=inventory.rewards,
         labels=dict(list(inventory.labels.items())[:MAX_LABELS]),
-        versions={p: ref for p, ref in inventory.versions.items() if p in hosted},
+        versions={p: ref for p, ref in inventory.versions.items() if p in ctx.hosted},
         groups_done=0 if before is None else before.groups_done,
         attempts_failed=0 if before is None else before.attempts_failed,
     )
@@ -269,9 +267,7 @@ def _heartbeat(ctx: Context, agent: Agent, live: AgentLive, message: Heartbeat) 
     elif live.state in ("suspect", "draining"):
         _set_state(ctx, agent, live, "joining")
     _ready_if_serving(ctx, agent, live)
-    reply = HeartbeatReply(
-        sequence=message.sequence, sent_s=message.sent_s, unknown=tuple(unknown)
-    )
+    reply = HeartbeatReply(sequence=message.sequence, sent_s=message.sent_s, unknown=tuple(unknown))
     if unknown:
         ctx.count("agents.held_unknown", len(unknown))
     ctx.send(agent.name, reply)
@@ -280,8 +276,7 @@ def _heartbeat(ctx: Context, agent: Agent, live: AgentLive, message: Heartbeat) 
 def _take_versions(ctx: Context, agent: Agent, versions: dict[str, VersionRef]) -> None:
     if versions == agent.versions:
         return
-    hosted = ctx.hosted()
-    kept = {policy: ref for policy, ref in versions.items() if policy in hosted}
+    kept = {policy: ref for policy, ref in versions.items() if policy in ctx.hosted}
     if kept != agent.versions:
         agent.versions = kept
         ctx.tables.touch(agent)

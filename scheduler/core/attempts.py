@@ -36,7 +36,6 @@ def start(ctx: Context, job: Job, choice: Choice, pinned: dict[str, int]) -> Lea
         id=attempt_id(job.id, job.attempts_made),
         fence=ctx.next_fence(),
         agent=choice.agent,
-        incarnation=ctx.tables.agents[choice.agent].incarnation,
     )
     job.attempts.append(record)
     lease = track(ctx, job, record, pinned)

@@ -199,6 +199,7 @@ class Context:
         self.bodies: dict[str, str] = {}
         self.queues: dict[str, ReadyQueue] = {}
         self.open_agents = OpenAgents()
+        self.hosted: tuple[str, ...] = ()
         self.largest_group = 1
         self.ready_slots = 0
         self.effects: list[Effect] = []
@@ -254,11 +255,15 @@ class Context:
             found = self.queues[name] = ReadyQueue()
         return found
 
-    def hosted(self) -> tuple[str, ...]:
-        """Policies of all live runs, which every agent is to host."""
-        return tuple(
-            sorted(p.id for p in self.tables.policies.values() if self.run_of(p).live)
-        )
+    def runs_changed(self) -> None:
+        """A run began or ended: work out what depends on the set of live runs."""
+        live = [run for run in self.tables.runs.values() if run.live]
+        names = frozenset(run.name for run in live)
+        policies = self.tables.policies.values()
+        self.hosted = tuple(sorted(p.id for p in policies if p.run in names))
+        self.largest_group = max((run.spec.workflow.group_size for run in live), default=1)
+        for name, agent in self.agents.items():
+            self.refresh_open(self.tables.agents[name], agent)
 
     def heartbeat_s(self) -> float:
         """The interval to assign: grows with the fleet so that the rate of heartbeats does not."""

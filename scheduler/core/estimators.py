@@ -50,8 +50,8 @@ class Ewma:
         self.value: float | None = None
 
     def observe(self, sample: float) -> None:
-        self.value = sample if self.value is None else self.value + EWMA_GAIN * (
-            sample - self.value
+        self.value = (
+            sample if self.value is None else self.value + EWMA_GAIN * (sample - self.value)
         )
 
 

@@ -10,8 +10,7 @@ became a job's result; the accounting rows remember what the deleted rows were.
 from scheduler.core import attempts
 from scheduler.core.accounting import move, open_copies
 from scheduler.core.context import Context, Lease
-from scheduler.core.state import Attempt, CopyState, Job, Release
-from transport.ids import job_of
+from scheduler.core.state import WAITING_STATES, CopyState, Job, Release
 
 LOSSES_PER_ATTEMPT = 8
 """Losing agents is nobody's fault, but a job that takes every agent with it must end: it may be
@@ -31,6 +30,14 @@ def close(ctx: Context, job: Job, state: CopyState, reason: str) -> None:
 def close_copy(ctx: Context, job: Job, policy: str, state: CopyState, reason: str) -> None:
     """Move one policy's copy to a state that ends it."""
     move(ctx, job, policy, state, reason)
+    drop_if_over(ctx, job)
+
+
+def close_waiting(ctx: Context, job: Job, state: CopyState, reason: str) -> None:
+    """Move every copy that no batch has taken to ``state``."""
+    for policy, copy in job.copies.items():
+        if copy.state in WAITING_STATES:
+            move(ctx, job, policy, state, reason)
     drop_if_over(ctx, job)
 
 
@@ -106,13 +113,12 @@ def withdraw(ctx: Context, lease: Lease, reason: str) -> None:
     attempts.settle(ctx, job)
 
 
-def declined(ctx: Context, lease: Lease, reason: str) -> Attempt:
+def declined(ctx: Context, lease: Lease, reason: str) -> None:
     """The agent will not take it: nobody's failure."""
     job = ctx.tables.jobs[lease.job]
     record = next(record for record in job.attempts if record.id == lease.attempt)
     attempts.end(ctx, job, record, "declined", reason=reason)
     attempts.settle(ctx, job)
-    return record
 
 
 def backoff_s(ctx: Context, failures: int) -> float:
@@ -121,6 +127,3 @@ def backoff_s(ctx: Context, failures: int) -> float:
     most = min(settings.retry_backoff_max_s, settings.retry_backoff_s * 2 ** min(failures - 1, 30))
     return ctx.rng.uniform(0.0, most)
 
-
-def job_behind(ctx: Context, attempt: str) -> Job | None:
-    return ctx.tables.jobs.get(job_of(attempt))

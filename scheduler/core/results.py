@@ -166,9 +166,9 @@ def _route(ctx: Context, job: Job, summary: GroupSummary) -> None:
         copy = job.copies[policy]
         copy.oldest = span[0]
         live = ctx.policies[policy]
-        bound = ctx.tables.runs[job.run].spec.policies[
-            ctx.tables.policies[policy].name
-        ].max_policy_lag
+        bound = (
+            ctx.tables.runs[job.run].spec.policies[ctx.tables.policies[policy].name].max_policy_lag
+        )
         deadline = live.tree.deadline(copy.oldest, bound)
         if deadline is None:
             lag = live.tree.lag(copy.oldest)

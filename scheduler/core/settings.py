@@ -8,9 +8,7 @@ from typing import Literal
 
 import msgspec
 
-PlacementName = Literal[
-    "finish-time", "round-robin", "least-outstanding", "nearest", "two-choices"
-]
+PlacementName = Literal["finish-time", "round-robin", "least-outstanding", "nearest", "two-choices"]
 
 TRAJECTORY_LOG = "trajectory-log"
 WEIGHT_STORE = "weight-store"

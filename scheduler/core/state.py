@@ -92,8 +92,9 @@ class PendingStep(msgspec.Struct):
 class Policy(Entity):
     """One policy of a run and where its trainer stands.
 
-    ``step`` is the last completed step and ``head`` the version it made. Versions up to ``floor``
-    that are not ``checkpoint_version`` belong to lineages that were left.
+    ``step`` is the last completed step and ``head`` the version it made, ``reported`` the last
+    step of this lineage whose report came. Versions up to ``floor`` that are not
+    ``checkpoint_version`` belong to lineages that were left.
     """
 
     table: ClassVar[str] = "policy"
@@ -106,6 +107,7 @@ class Policy(Entity):
     incarnation: int = -1
     step: int = 0
     head: int = 0
+    reported: int = 0
     checkpoint_step: int = 0
     checkpoint_version: int = 0
     highest: int = 0
@@ -159,7 +161,6 @@ class Attempt(msgspec.Struct):
     id: str
     fence: Fence
     agent: str
-    incarnation: int
     stray: bool = False
 
 
@@ -303,9 +304,7 @@ _ENTITIES: tuple[type[Entity], ...] = (
     Account,
     Counters,
 )
-_DECODERS: dict[str, Any] = {
-    kind.table: msgspec.msgpack.Decoder(kind).decode for kind in _ENTITIES
-}
+_DECODERS: dict[str, Any] = {kind.table: msgspec.msgpack.Decoder(kind).decode for kind in _ENTITIES}
 
 
 class Tables:

@@ -443,5 +443,5 @@ class AgentMachine(RuleBasedStateMachine):
         assert set(self.ended) >= {n for n in self.offers if n in self.live}
 
 
-AgentMachine.TestCase.settings = settings(max_examples=1500, stateful_step_count=50, deadline=None)
+AgentMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestAgentMachine = AgentMachine.TestCase

@@ -12,11 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cloud_trainer.core import events as on
 from cloud_trainer.core.phase import Phase
-from trainer_world import TrainerWorld, make_run
+from trainer_world import QUEUES, THREADS, TrainerWorld, make_run
 from transport import messages as wire
 
-STEPS = 7
-QUEUES = ("to_scheduler", "from_scheduler", "to_log", "from_log", "to_store", "from_store")
+STEPS = 12
 
 
 class TrainerMachine(RuleBasedStateMachine):
@@ -32,13 +31,15 @@ class TrainerMachine(RuleBasedStateMachine):
             if not self.world.deliver(queue):
                 break
 
-    @rule(thread=st.sampled_from(("trainer", "publisher", "disk", "check")))
+    @rule(thread=st.sampled_from(THREADS))
     def finish(self, thread: str) -> None:
         self.world.finish_work(thread)
 
-    @rule(rounds=st.integers(1, 4))
-    def go_on(self, rounds: int) -> None:
-        self.world.settle(rounds)
+    @rule(turns=st.integers(1, 12), without=st.sampled_from(("", *QUEUES, *THREADS)))
+    def go_on(self, turns: int, without: str) -> None:
+        """All but one queue or thread move."""
+        for _ in range(turns):
+            self.world.turn(without)
 
     @rule(at_most_s=st.sampled_from([0.5, 5.0, 1e6]))
     def wait(self, at_most_s: float) -> None:
@@ -60,7 +61,7 @@ class TrainerMachine(RuleBasedStateMachine):
         self.world.to_scheduler.clear()
         self.world.from_scheduler.clear()
 
-    @precondition(lambda self: self.lives < 4)
+    @precondition(lambda self: self.lives < 6)
     @rule()
     def crash(self) -> None:
         self.lives += 1
@@ -70,7 +71,7 @@ class TrainerMachine(RuleBasedStateMachine):
     def spoil_a_body(self, offset: int, kind: str) -> None:
         self.world.bad_bodies[self.world.scheduler.next_job + offset] = kind
 
-    @precondition(lambda self: self.lives < 4)
+    @precondition(lambda self: self.lives < 6)
     @rule()
     def poison_a_step(self) -> None:
         self.lives += 1
@@ -80,7 +81,7 @@ class TrainerMachine(RuleBasedStateMachine):
     def pause(self, state: str) -> None:
         self.world.from_scheduler.append(wire.RunState(run="run", state=state))  # type: ignore[arg-type]
 
-    @precondition(lambda self: self.lives < 4)
+    @precondition(lambda self: self.lives < 6)
     @rule()
     def ask_to_leave(self) -> None:
         self.lives += 1
@@ -120,7 +121,7 @@ class TrainerMachine(RuleBasedStateMachine):
             return
         world = self.world
         world.poison = False
-        for _ in range(8):
+        for _ in range(12):
             world.from_scheduler.append(wire.RunState(run="run", state="running"))
             world.settle()
             if world.exit is not None and world.exit.code == "run.finished":

@@ -18,6 +18,8 @@ from transport.messages import GroupRef, Message
 from transport.runs import PolicySpec, RunSpec, TaskSpec, WorkflowSpec
 
 POLICY = "run/solver"
+QUEUES = ("to_scheduler", "from_scheduler", "to_log", "from_log", "to_store", "from_store")
+THREADS = ("trainer", "publisher", "disk", "check")
 
 
 def make_run(*, steps: int = 6, batch_groups: int = 2, checkpoint_every: int = 2) -> RunSpec:
@@ -205,7 +207,7 @@ class TrainerWorld:
         self.to_store: deque[wire.VersionOffer] = deque()
         self.from_store: deque[Message] = deque()
         self.work: dict[str, deque[Effect]] = {
-            name: deque() for name in ("trainer", "publisher", "disk", "check")
+            name: deque() for name in THREADS
         }
         self.bodies: set[str] = set()
         self.stepping = 0
@@ -367,13 +369,16 @@ class TrainerWorld:
             steps = [entry.step for entry in checkpoint.lineage]
             assert steps == list(range(1, checkpoint.step + 1))
 
-    def settle(self, rounds: int = 400) -> None:
-        """Everything goes on without faults until nothing is left but time, ``rounds`` times."""
-        queues = ("to_scheduler", "from_scheduler", "to_log", "from_log", "to_store", "from_store")
-        for _ in range(rounds):
-            moved = True
-            while moved and self.alive:
-                moved = any([self.deliver(name) for name in queues])
-                moved = any([self.finish_work(name) for name in self.work]) or moved
+    def turn(self, without: str = "") -> bool:
+        """Every queue and thread but one moves by one; whether any did."""
+        moved = [self.deliver(name) for name in QUEUES if name != without]
+        moved += [self.finish_work(name) for name in THREADS if name != without]
+        return any(moved)
+
+    def settle(self, waits: int = 400) -> None:
+        """All goes on without faults; time passes when nothing else moves, ``waits`` times."""
+        for _ in range(waits):
+            while self.alive and self.turn():
+                pass
             if not self.alive or not self.wait():
                 return

@@ -30,9 +30,9 @@ def bf16(cells):
 def model(seed=0, size=300):
     rng = np.random.default_rng(seed)
     return {
-        "layer.weight": bf16(rng.integers(0, 1 << 16, (3, size // 3))),
-        "layer.bias": TensorBytes("F32", (4,), rng.bytes(16)),
-        "fp8": TensorBytes("F8_E4M3", (size,), rng.bytes(size)),
+        "layer.weight": bf16(rng.integers(0x3B00, 0x3D00, (3, size // 3))),
+        "layer.bias": TensorBytes("F32", (4,), rng.normal(size=4).astype("<f4").tobytes()),
+        "fp8": TensorBytes("F8_E4M3", (size,), bytes(rng.integers(0, 0x70, size, np.uint8))),
         "step": TensorBytes("I64", (), rng.bytes(8)),
         "none": TensorBytes("F16", (0, 2), b""),
     }
@@ -136,9 +136,7 @@ def test_a_known_base_digest_spares_hashing_and_changes_nothing():
     base = StateDigest.of(old)
     first, second = published(old, new), published(old, new, base=base)
     assert first.manifest == second.manifest
-    changed, digests = apply_delta(
-        old, first.files[DELTA_NAME], first.manifest, digests=base
-    )
+    changed, digests = apply_delta(old, first.files[DELTA_NAME], first.manifest, digests=base)
     assert digests == StateDigest.of(new)
     assert digests.tensors["fp8"] is base.tensors["fp8"]
     assert changed.keys() == {"layer.weight", "step"}

@@ -190,7 +190,8 @@ def test_files_that_describe_a_model_travel(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["modeling_x.py", "model.safetensors", "pytorch_model.bin", ".model", "a/b.model", "x.sh"]
+    "name",
+    ["modeling_x.py", "model.safetensors", "pytorch_model.bin", ".model", "a/b.model", "x.sh"],
 )
 def test_weights_and_program_text_do_not(name):
     assert not is_artefact_name(name)

@@ -1,0 +1,317 @@
+"""Batches, steps and checkpoints: how groups are used up, once per lineage.
+
+    buffered -> taken by step s -> trained (checkpoint >= s durable) -> body released
+                     |    \\-> rejected (the trainer can not use it; the step is granted again)
+                     \\-> buffered (the trainer came back from a checkpoint < s): abandoned + 1
+
+What always holds: a batch is granted whole and only with groups whose lag at the head is within
+the bound; asking for a step again gives the same groups; the head only moves along the trainer's
+own account (step reports, requests, its checkpoint when it comes back); what the trainer said
+before its last rollback is ignored (``Policy.floor``).
+"""
+
+import msgspec
+
+from scheduler.core import jobs
+from scheduler.core.accounting import account, move
+from scheduler.core.admission import spec_of
+from scheduler.core.context import Context, PolicyLive
+from scheduler.core.effects import RecordStep
+from scheduler.core.state import (
+    WAITING_STATES,
+    CopyState,
+    PendingStep,
+    Policy,
+    StandingRequest,
+    Version,
+)
+from transport.messages import (
+    BatchGrant,
+    BatchRequest,
+    CheckpointReport,
+    GroupRef,
+    GroupUnusable,
+    StepReport,
+    TrainerInventory,
+)
+from transport.status import StepStatus
+
+MAX_UNRECORDED = 2
+"""Steps that may wait for their version's size before they are recorded without it."""
+
+
+def advance(ctx: Context, policy: Policy) -> None:
+    """Drop what is too old, grant what is asked for."""
+    live = ctx.policies[policy.id]
+    _expire(ctx, policy, live, live.buffer.expired(policy.step))
+    request = policy.request
+    if request is None or policy.final or ctx.run_of(policy).state != "running":
+        return
+    missing = request.groups - len(live.taken.get(request.step, ()))
+    if len(live.buffer) < missing:
+        # A run at the end of its budget stops when no batch can become complete any more.
+        ctx.due_runs[policy.run] = None
+        return
+    bound = spec_of(ctx, policy).max_policy_lag
+    for id in live.buffer.first(missing) if missing > 0 else ():
+        job = ctx.tables.jobs[id]
+        copy = job.copies[policy.id]
+        lag = live.tree.lag(copy.oldest)
+        if lag is None or lag > bound:
+            # Its version turned out to be elsewhere in the tree; we are called again for the rest.
+            _expire(ctx, policy, live, [id])
+            ctx.due_policies[policy.id] = None
+            continue
+        copy.step, copy.lag = request.step, lag
+        move(ctx, job, policy.id, "taken")
+    if len(live.taken.get(request.step, ())) < request.groups:
+        return
+    policy.request = None
+    ctx.tables.touch(policy)
+    _grant(ctx, policy, live, request.step)
+
+
+def request(ctx: Context, policy: Policy, message: BatchRequest) -> None:
+    """The trainer wants the batch of a step."""
+    done = message.step - 1
+    node = ctx.policies[policy.id].tree.nodes.get(message.head_version)
+    if (
+        done < policy.step
+        or policy.final
+        or not _current(policy, message.head_version)
+        or (node is not None and node.step != done)
+    ):
+        ctx.count("trainers.stale_request")
+        return
+    if done > policy.step or message.head_version != policy.head:
+        move_head(ctx, policy, done, message.head_version)
+    groups = min(max(1, message.groups), spec_of(ctx, policy).batch_groups)
+    policy.request = StandingRequest(message.step, groups)
+    ctx.tables.touch(policy)
+    ctx.due_policies[policy.id] = None
+
+
+def unusable(ctx: Context, policy: Policy, message: GroupUnusable, code: str) -> None:
+    """A granted group cannot be trained on: grant the step again without it."""
+    live = ctx.policies[policy.id]
+    job = ctx.tables.jobs.get(message.job)
+    if job is None or message.job not in live.taken.get(message.step, {}):
+        ctx.count("trainers.stale_refusal")
+        return
+    groups = len(live.taken[message.step])
+    jobs.close_copy(ctx, job, policy.id, "rejected", code)
+    if message.step == policy.step + 1 and policy.request is None:
+        policy.request = StandingRequest(message.step, groups)
+        ctx.tables.touch(policy)
+    ctx.due_policies[policy.id] = None
+
+
+def step_done(ctx: Context, policy: Policy, message: StepReport) -> None:
+    """A step is done; its version is on the way to the weight store."""
+    if message.step <= policy.reported and message.version > policy.floor:
+        return  # reports are repeated until a grant confirms them
+    news = message.step == policy.step + 1
+    newest = max(policy.floor, policy.head) if news else policy.floor
+    if message.step > policy.step + 1 or message.version <= newest:
+        ctx.count("trainers.stale_report")
+        return
+    status = _step_status(ctx, policy, message)
+    if news:
+        move_head(ctx, policy, message.step, message.version)
+    policy.reported = message.step
+    ctx.policies[policy.id].busy_s.observe(max(0.0, message.busy_s))
+    policy.last_step = status
+    policy.unrecorded.append(PendingStep(status, message.metrics))
+    record_steps(ctx, policy)
+    ctx.tables.touch(policy)
+
+
+def checkpoint(ctx: Context, policy: Policy, message: CheckpointReport) -> None:
+    """State of a step is durable at the trainer: what it trained on is used up."""
+    if not _current(policy, message.version) or message.step < policy.checkpoint_step:
+        ctx.count("trainers.stale_checkpoint")
+        return
+    if message.step > policy.step:
+        move_head(ctx, policy, message.step, message.version)
+    reach_checkpoint(ctx, policy, message.step, message.version)
+    if message.final and not policy.final:
+        policy.final = True
+        policy.request = None
+        ctx.tables.touch(policy)
+        ctx.note(policy.id, "final", step=message.step, version=message.version)
+        drop_waiting(ctx, policy, "cancelled", "policy_done")
+        ctx.due_runs[policy.run] = None
+
+
+def reach_checkpoint(ctx: Context, policy: Policy, step: int, version: int) -> None:
+    """Groups taken up to ``step`` are trained for good; old versions are forgotten."""
+    live = ctx.policies[policy.id]
+    for at in sorted(live.taken):
+        if at <= step:
+            for id in tuple(live.taken[at]):
+                jobs.close_copy(ctx, ctx.tables.jobs[id], policy.id, "trained", "")
+    policy.checkpoint_step, policy.checkpoint_version = step, version
+    ctx.tables.touch(policy)
+    ctx.note(policy.id, "checkpoint", step=step, version=version)
+    keep = frozenset([version, *_open_pins(ctx, policy.id)])
+    # No head can come below this checkpoint again, so older tokens are beyond the bound.
+    below = step - spec_of(ctx, policy).max_policy_lag - 1
+    for number in live.tree.prunable(below, keep):
+        ctx.tables.remove(live.tree.nodes[number])
+        live.tree.drop(number)
+
+
+def roll_back(ctx: Context, policy: Policy, inventory: TrainerInventory) -> None:
+    """A new incarnation of the trainer goes on from its checkpoint: what was taken after it is
+    free again."""
+    live = ctx.policies[policy.id]
+    step, version = inventory.checkpoint_step, inventory.checkpoint_version
+    record_steps(ctx, policy, everything=True)
+    returned = [id for at in sorted(live.taken) if at > step for id in live.taken[at]]
+    policy.floor = max(policy.highest, live.tree.highest, policy.head)
+    policy.highest = policy.floor
+    policy.request = None
+    reach_checkpoint(ctx, policy, step, version)
+    _set_head(ctx, policy, step, version, parent=None)
+    policy.reported = step
+    books = account(ctx, policy.id, "train")
+    for id in returned:
+        job = ctx.tables.jobs[id]
+        books.row.abandoned += 1
+        # Not usable at this head is found out below, with everything else.
+        live.buffer.add(id, job.index, step - 1)
+        move(ctx, job, policy.id, "buffered")
+    ctx.tables.touch(books)
+    _expire(ctx, policy, live, live.buffer.rebuild())
+    if returned:
+        ctx.count("trainers.rollbacks")
+    ctx.note(policy.id, "starts", step=step, version=version, returned=len(returned))
+
+
+def move_head(ctx: Context, policy: Policy, step: int, version: int) -> None:
+    """The trainer now holds ``version`` after ``step``."""
+    _set_head(ctx, policy, step, version, parent=policy.head)
+    ctx.note(policy.id, "head", step=step, version=version)
+
+
+def drop_waiting(ctx: Context, policy: Policy, state: CopyState, reason: str) -> None:
+    """End all copies of a policy that no batch has taken."""
+    for id in tuple(ctx.runs[policy.run].jobs):
+        job = ctx.tables.jobs.get(id)
+        copy = None if job is None else job.copies.get(policy.id)
+        if job is not None and copy is not None and copy.state in WAITING_STATES:
+            jobs.close_copy(ctx, job, policy.id, state, reason)
+
+
+def record_steps(ctx: Context, policy: Policy, *, everything: bool = False) -> None:
+    """Record steps in order, each once the size of its version is known (or at the latest when
+    ``MAX_UNRECORDED`` more have come)."""
+    tree = ctx.policies[policy.id].tree
+    while policy.unrecorded:
+        pending = policy.unrecorded[0]
+        node = tree.nodes.get(pending.status.version)
+        known = node is not None and node.stored
+        if not (known or everything or len(policy.unrecorded) > MAX_UNRECORDED):
+            return
+        if node is not None and known:
+            pending.status = _with_size(pending.status, node)
+        del policy.unrecorded[0]
+        last = policy.last_step
+        if last is not None and last.version == pending.status.version:
+            policy.last_step = pending.status
+        ctx.tables.touch(policy)
+        ctx.effects.append(RecordStep(policy.run, pending.status, pending.metrics))
+
+
+def _set_head(
+    ctx: Context, policy: Policy, step: int, version: int, *, parent: int | None
+) -> None:
+    live = ctx.policies[policy.id]
+    if version not in live.tree.nodes:
+        node = Version(policy=policy.id, version=version, parent=parent, step=step)
+        ctx.tables.add(node)
+        live.tree.put(node)
+    policy.step, policy.head = step, version
+    if policy.request is not None and policy.request.step != step + 1:
+        policy.request = None
+    policy.highest = max(policy.highest, version)
+    live.tree.move_head(version, policy.floor)
+    ctx.tables.touch(policy)
+    ctx.due_policies[policy.id] = None
+    ctx.due_runs[policy.run] = None
+    ctx.dispatch_due = True
+
+
+def _current(policy: Policy, version: int) -> bool:
+    """Whether a head or checkpoint is of the lineage that the trainer follows now."""
+    return version in (policy.head, policy.checkpoint_version) or version > max(
+        policy.floor, policy.head
+    )
+
+
+def _expire(ctx: Context, policy: Policy, live: PolicyLive, ids: list[str]) -> None:
+    for id in ids:
+        job = ctx.tables.jobs[id]
+        oldest = job.copies[policy.id].oldest
+        lag = live.tree.lag(oldest)
+        ctx.note(id, "too old", policy=policy.id, oldest=oldest, lag=lag)
+        jobs.close_copy(ctx, job, policy.id, "expired", "lag")
+
+
+def _grant(ctx: Context, policy: Policy, live: PolicyLive, step: int) -> None:
+    groups: list[GroupRef] = []
+    for id in sorted(live.taken.get(step, ())):
+        job = ctx.tables.jobs[id]
+        if job.result is not None:
+            groups.append(
+                GroupRef(
+                    job=id,
+                    digest=job.result.digest,
+                    size_bytes=job.result.size_bytes,
+                    policy_lag=job.copies[policy.id].lag,
+                )
+            )
+    ctx.note(policy.id, "granted", step=step, groups=len(groups))
+    ctx.send(policy.trainer, BatchGrant(policy=policy.id, step=step, groups=tuple(groups)))
+
+
+def _step_status(ctx: Context, policy: Policy, message: StepReport) -> StepStatus:
+    """Means over the step's batch."""
+    live = ctx.policies[policy.id]
+    rewards: list[float] = []
+    lags: list[int] = []
+    tokens = 0
+    for id in live.taken.get(message.step, ()):
+        job = ctx.tables.jobs[id]
+        if job.result is not None:
+            rewards.append(job.result.reward_mean)
+            lags.append(job.copies[policy.id].lag)
+            tokens += job.result.response_tokens
+    status = StepStatus(
+        policy=policy.id,
+        step=message.step,
+        version=message.version,
+        reward_mean=sum(rewards) / max(1, len(rewards)),
+        policy_lag_mean=sum(lags) / max(1, len(lags)),
+        policy_lag_max=max(lags, default=0),
+        response_tokens=tokens,
+        busy_s=message.busy_s,
+        waiting_s=message.waiting_s,
+        delta_bytes=None,
+        full_bytes=None,
+        at_s=ctx.now - ctx.run_of(policy).created_s,
+    )
+    node = live.tree.nodes.get(message.version)
+    return status if node is None or not node.stored else _with_size(status, node)
+
+
+def _with_size(status: StepStatus, node: Version) -> StepStatus:
+    return msgspec.structs.replace(
+        status, delta_bytes=node.delta_bytes, full_bytes=node.full_bytes
+    )
+
+
+def _open_pins(ctx: Context, policy: str) -> list[int]:
+    """Versions of a policy that open evaluations are pinned to."""
+    pins = [ctx.tables.evaluations[id].pinned for id in ctx.evaluations]
+    return [pinned[policy] for pinned in pins if policy in pinned]

@@ -1,0 +1,236 @@
+"""Runs: from submission over admission of work to the end.
+
+    running <-> paused        any -> stopping -> finished (completed | stopped | failed: TEXT)
+
+What always holds: a run's items are used in the order of its cursor, each once; a job is made only
+while a policy has room (``admission``); every live run has had its task source started in this
+life; a finished run has no jobs, no open evaluations and no versions, and its name is taken.
+"""
+
+from scheduler.core import agents, consumption, evaluation, intake, jobs, trainers
+from scheduler.core.accounting import account
+from scheduler.core.admission import trained_policies
+from scheduler.core.buffers import Buffer
+from scheduler.core.context import Context, PolicyLive, RunLive
+from scheduler.core.effects import RunEnded, StartTaskSource, StopTaskSource
+from scheduler.core.estimators import RunEstimate
+from scheduler.core.state import Policy, Run
+from scheduler.core.versions import VersionTree
+from transport.ids import NAME_RULE, is_name, policy_id
+from transport.messages import CommandReply, Item, RunCommand, RunState, RunSubmit
+from transport.runs import RunSpec
+
+def submit_run(ctx: Context, message: RunSubmit) -> CommandReply:
+    """Take a run; the same one again is harmless."""
+    spec = message.run
+    known = ctx.tables.runs.get(spec.name)
+    if known is not None:
+        return _submitted_before(known, spec)
+    fault = _fault(spec)
+    if fault:
+        ctx.count("refused.run.invalid")
+        return CommandReply(ok=False, code="run.invalid", message=fault)
+    run = Run(name=spec.name, spec=spec, created_s=ctx.now)
+    ctx.tables.add(run)
+    for name, policy_spec in spec.policies.items():
+        id = policy_id(spec.name, name)
+        ctx.tables.add(Policy(id=id, run=spec.name, name=name, trained=policy_spec.trained))
+    index_run(ctx, run)
+    for policy in trained_policies(ctx, run):
+        account(ctx, policy.id, "train")
+        trainers.watch(ctx, policy, ctx.policies[policy.id])
+    ctx.note(run.name, "submitted")
+    ctx.runs_changed()
+    agents.tell_hosted(ctx)
+    start_source(ctx, run)
+    return CommandReply(ok=True)
+
+
+def index_run(ctx: Context, run: Run) -> None:
+    """Make the indexes of a run and its policies (new, or read from rows)."""
+    workflow = run.spec.workflow
+    ctx.runs[run.name] = RunLive(RunEstimate(workflow.max_new_tokens, workflow.group_size))
+    for name in run.spec.policies:
+        policy = ctx.tables.policies[policy_id(run.name, name)]
+        live = PolicyLive(VersionTree(), Buffer(_deadline_of(ctx, policy)), ctx.now)
+        ctx.policies[policy.id] = live
+        if policy.last_step is not None:
+            live.busy_s.observe(max(0.0, policy.last_step.busy_s))
+
+
+def start_source(ctx: Context, run: Run) -> None:
+    ctx.runs[run.name].source_started = True
+    ctx.effects.append(StartTaskSource(run.spec))
+    ctx.due_runs[run.name] = None
+    ctx.timers.set_earlier("sweep", "", ctx.now + ctx.settings.heartbeat_s)
+
+
+def command(ctx: Context, message: RunCommand) -> CommandReply:
+    """Pause, resume or stop."""
+    run = ctx.tables.runs.get(message.run)
+    if run is None:
+        names = ", ".join(sorted(r.name for r in ctx.tables.runs.values() if r.live)) or "none"
+        return CommandReply(
+            ok=False, code="run.unknown", message=f"no run {message.run!r}; live runs: {names}"
+        )
+    if not run.live:
+        text = f"run {run.name} is finished: {run.reason}"
+        return CommandReply(ok=False, code="run.finished", message=text)
+    if message.command == "stop":
+        end(ctx, run, "stopped")
+        return CommandReply(ok=True)
+    if run.state == "stopping":
+        text = f"run {run.name} is stopping"
+        return CommandReply(ok=False, code="run.stopping", message=text)
+    wanted: RunState = (
+        RunState(run=run.name, state="paused")
+        if message.command == "pause"
+        else RunState(run=run.name, state="running")
+    )
+    if run.state != wanted.state:
+        run.state = "paused" if message.command == "pause" else "running"
+        ctx.tables.touch(run)
+        ctx.note(run.name, run.state)
+        trainers.tell(ctx, run.name, wanted)
+        ctx.due_runs[run.name] = None
+        ctx.due_policies.update(dict.fromkeys(p.id for p in trained_policies(ctx, run)))
+        ctx.dispatch_due = True
+    return CommandReply(ok=True)
+
+
+def items_produced(ctx: Context, name: str, start: int, items: tuple[Item, ...]) -> None:
+    """Training items arrived."""
+    run = ctx.tables.runs.get(name)
+    if run is not None and run.live and not intake.items_produced(ctx, run, start, items):
+        end(ctx, run, f"failed: the task source has no training item {start}")
+
+
+def source_failed(ctx: Context, name: str, code: str, message: str) -> None:
+    run = ctx.tables.runs.get(name)
+    if run is not None and run.live:
+        ctx.count("runs.task_source_failed")
+        end(ctx, run, f"failed: {code}: {message}"[:500])
+
+
+def end(ctx: Context, run: Run, reason: str) -> None:
+    """Stop making and placing work; the run finishes once its trainers have exported."""
+    if run.finishing:
+        return
+    run.finishing = reason
+    run.state = "stopping"
+    ctx.tables.touch(run)
+    ctx.note(run.name, "stopping", reason=reason)
+    _cancel_work(ctx, run, "run_stopping")
+    trainers.tell(ctx, run.name, RunState(run=run.name, state="stopping"))
+    ctx.due_runs[run.name] = None
+
+
+def advance(ctx: Context, run: Run) -> None:
+    """Evaluate, admit and finish, whatever is due."""
+    if not run.live or run.name not in ctx.runs:
+        return
+    policies = trained_policies(ctx, run)
+    if run.finishing:
+        if all(policy.final or _given_up(ctx, policy) for policy in policies):
+            _finish(ctx, run, run.finishing)
+        return
+    if all(policy.final for policy in policies):
+        if not _end_evaluation_open(ctx, run):
+            if run.end_evaluated or not evaluation.begin_end(ctx, run):
+                _finish(ctx, run, "completed")
+                return
+            _cancel_training(ctx, run, "run_completed")
+        evaluation.advance(ctx, run)
+        return
+    evaluation.advance(ctx, run)
+    if run.state == "running":
+        intake.admit(ctx, run)
+        if intake.budget_spent(ctx, run):
+            end(ctx, run, "stopped")
+
+
+def _submitted_before(known: Run, spec: RunSpec) -> CommandReply:
+    if not known.live:
+        text = (
+            f"run {spec.name} is finished ({known.reason}) and its name is taken;"
+            " submit under another name"
+        )
+        return CommandReply(ok=False, code="run.finished", message=text)
+    if known.spec != spec:
+        text = (
+            f"another run named {spec.name} is {known.state}; stop it, or submit under another name"
+        )
+        return CommandReply(ok=False, code="run.exists", message=text)
+    return CommandReply(ok=True, message="already submitted")
+
+
+def _fault(spec: RunSpec) -> str:
+    """What is wrong with a run, with the key to change, or nothing."""
+    if not is_name(spec.name):
+        return f"name: {spec.name!r} must be {NAME_RULE}"
+    bad = next((name for name in spec.policies if not is_name(name)), None)
+    if bad is not None:
+        return f"policies: {bad!r} must be {NAME_RULE}"
+    used = spec.workflow.policies
+    unknown = next((name for name in used if name not in spec.policies), None)
+    if unknown is not None or not used:
+        return (
+            f"workflow.policies: {unknown or 'empty'}; policies are {', '.join(spec.policies)}"
+        )
+    idle = next((n for n, p in spec.policies.items() if p.trained and n not in used), None)
+    if idle is not None:
+        return f"policies.{idle}: trained, but workflow.policies does not use it"
+    if not any(spec.policies[name].trained for name in used):
+        return "policies: at least one that the workflow uses must be trained"
+    if spec.task.source == "jsonl" and spec.task.reward == "verifier":
+        return "task.reward: a jsonl source has no verifier; say 'exact' or 'math-verify'"
+    return ""
+
+
+def _given_up(ctx: Context, policy: Policy) -> bool:
+    """A trainer that never came has nothing to export; one that is gone will not."""
+    return not policy.trainer or ctx.policies[policy.id].gone
+
+
+def _end_evaluation_open(ctx: Context, run: Run) -> bool:
+    return any(e.kind == "end" for e in evaluation.open_evaluations(ctx, run))
+
+
+def _cancel_training(ctx: Context, run: Run, reason: str) -> None:
+    for id in tuple(ctx.runs[run.name].jobs):
+        jobs.close_waiting(ctx, ctx.tables.jobs[id], "cancelled", reason)
+
+
+def _cancel_work(ctx: Context, run: Run, reason: str) -> None:
+    _cancel_training(ctx, run, reason)
+    for found in evaluation.open_evaluations(ctx, run):
+        evaluation.abandon(ctx, found, reason)
+
+
+def _finish(ctx: Context, run: Run, reason: str) -> None:
+    """The end: close what is open, forget what only a live run needs."""
+    for id in tuple(ctx.runs[run.name].jobs):
+        jobs.close(ctx, ctx.tables.jobs[id], "cancelled", "run_finished")
+    for found in evaluation.open_evaluations(ctx, run):
+        evaluation.abandon(ctx, found, "run_finished")
+    run.state, run.reason = "finished", reason
+    ctx.tables.touch(run)
+    policies = [ctx.tables.policies[policy_id(run.name, name)] for name in run.spec.policies]
+    for policy in policies:
+        consumption.record_steps(ctx, policy, everything=True)
+    trainers.tell(ctx, run.name, RunState(run=run.name, state="finished"))
+    for policy in policies:
+        for node in ctx.policies.pop(policy.id).tree.nodes.values():
+            if node.version != policy.head:
+                ctx.tables.remove(node)
+        ctx.timers.cancel("trainer", policy.id)
+    del ctx.runs[run.name]
+    ctx.queues.pop(run.name, None)
+    ctx.timers.cancel("produce", run.name)
+    ctx.effects.append(StopTaskSource(run.name))
+    ctx.effects.append(RunEnded(run.name, reason))
+    ctx.note(run.name, "finished", reason=reason)
+    ctx.count("runs.finished")
+    ctx.runs_changed()
+    agents.tell_hosted(ctx)
+

@@ -1,0 +1,209 @@
+"""The listening end of one plane: who speaks, and whether they may.
+
+What always holds: what ``recv`` gives was said by a key of the authorized folder, is well-formed
+and within the plane's limits, and is something the key's role may say here; everything else costs
+a counter. A key that is taken out of the folder loses its connections within about a second. A
+port chosen by the system is remembered, so that a restart is found where it was.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import structlog
+
+from transport.authorized import AllowList
+from transport.envelope import LIMITS, decode, encode, peek
+from transport.errors import (
+    ConfigError,
+    LinkError,
+    LocalProtocolError,
+    ProtocolError,
+    StoreError,
+    VersionRefused,
+)
+from transport.keys import KeyPair, Peer
+from transport.links import Hub, LinkOptions, Network
+from transport.messages import PROTOCOL_VERSION, Message, Plane, Refuse
+from transport.permissions import may_send
+from transport.runtime.clock import Clock
+from transport.runtime.files import atomic_write, read_limited
+from transport.runtime.settings import TransportConfig
+
+REFRESH_S: Final = 1.0
+_HEARTBEATS_MISSED: Final = 3
+
+_log = structlog.get_logger()
+
+
+class Arrival(NamedTuple):
+    """A message that its sender may say."""
+
+    route: bytes
+    peer: Peer
+    message: Message
+    payload: list[bytes]
+
+
+def link_options(transport: TransportConfig, plane: Plane) -> LinkOptions:
+    """The plane's defaults with the deployment's own durations."""
+    return LinkOptions.for_plane(plane)._replace(
+        heartbeat_s=transport.socket_heartbeat_s,
+        heartbeat_timeout_s=_HEARTBEATS_MISSED * transport.socket_heartbeat_s,
+        reconnect_max_s=transport.reconnect_max_s,
+    )
+
+
+def server_key(transport: TransportConfig) -> KeyPair:
+    """The key of every hub.
+
+    Raises:
+        ConfigError: no keys, or switched off: peers are known by their keys and nothing else.
+    """
+    if not transport.curve:
+        raise ConfigError(
+            "transport.curve: is false, but a scheduler knows its peers by their keys; remove it"
+        )
+    return KeyPair.load(Path(transport.keys) / "server.toml")
+
+
+class PlaneHub:
+    """A hub with its authorized peers; ``port`` 0 takes the remembered or any free one."""
+
+    def __init__(
+        self,
+        network: Network,
+        plane: Plane,
+        transport: TransportConfig,
+        *,
+        port: int,
+        port_file: Path,
+        clock: Clock,
+    ) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: keys are missing, or the address cannot be used.
+        """
+        self.plane = plane
+        self._limits = LIMITS[plane]
+        self._clock = clock
+        self.allowed = AllowList(Path(transport.keys) / "authorized", clock.monotonic_s())
+        for warning in self.allowed.warnings:
+            _log.warning("keys.skipped", reason=warning)
+        self._options = link_options(transport, plane)
+        self._key = server_key(transport)
+        self._hub = self._bind(network, transport.host, port, port_file)
+        self.port = self._hub.port
+        self.counters: Counter[str] = Counter()
+
+    def _bind(self, network: Network, host: str, port: int, port_file: Path) -> Hub:
+        for candidate in [port] if port else [*_remembered(port_file), 0]:
+            try:
+                hub = network.hub(
+                    f"tcp://{_bracketed(host)}:{candidate}",
+                    self._options,
+                    key=self._key,
+                    authorise=self.allowed.lookup,
+                )
+            except ConfigError:
+                if candidate == port:
+                    raise
+                continue
+            if not port:
+                atomic_write(port_file, f"{hub.port}\n".encode())
+            return hub
+        raise ConfigError(f"host {host}: no port to listen on")
+
+    @property
+    def peers(self) -> int:
+        return self._hub.peers
+
+    async def recv(self) -> list[Arrival]:
+        """What has arrived; perhaps nothing, when none of it was allowed.
+
+        Raises:
+            LinkClosed: after ``close``.
+        """
+        arrivals = []
+        for inbound in await self._hub.recv():
+            arrival = self._check(inbound.route, inbound.identity, inbound.frames)
+            if arrival is not None:
+                arrivals.append(arrival)
+        return arrivals
+
+    def send(self, route: bytes, message: Message, payload: Sequence[bytes] = ()) -> bool:
+        """Hand a message over; False when the peer is gone or does not keep up, which whoever
+        waits for it makes good by asking again."""
+        name = type(message).__name__
+        try:
+            self._hub.send(route, encode(message, payload, self._limits))
+        except LinkError as error:
+            self.counters[f"send.{error.code}"] += 1
+            _log.debug("plane.not_sent", plane=self.plane.value, message=name, reason=str(error))
+            return False
+        except LocalProtocolError as error:
+            self.counters["send.too_large"] += 1
+            _log.error("plane.too_large", plane=self.plane.value, message=name, reason=str(error))
+            return False
+        return True
+
+    def send_frames(self, route: bytes, frames: Sequence[bytes]) -> None:
+        """As ``Hub.send``, raising what it raises."""
+        self._hub.send(route, frames)
+
+    async def keep_refreshing(self) -> None:
+        """Follow the authorized folder until cancelled."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            refresh = await asyncio.to_thread(self.allowed.refresh, self._clock.monotonic_s())
+            for warning in refresh.warnings:
+                _log.warning("keys.skipped", reason=warning)
+            for key in refresh.removed:
+                _log.info("keys.removed", key=key)
+                self._hub.disconnect(key)
+
+    async def close(self) -> None:
+        await self._hub.close()
+
+    def _check(self, route: bytes, identity: str, frames: list[bytes]) -> Arrival | None:
+        peer = self.allowed.lookup(identity)
+        if peer is None:  # taken out of the folder a moment ago
+            self.counters["received.unknown_key"] += 1
+            return None
+        try:
+            kind = peek(frames)
+            if not may_send(peer.role, self.plane, kind):
+                self.counters["received.not_allowed"] += 1
+                _log.warning("plane.not_allowed", peer=peer.name, message=kind.__name__)
+                return None
+            message, payload = decode(frames, self._limits)
+        except VersionRefused as error:
+            self.counters["received.other_version"] += 1
+            text = f"{error}; install a farflow that speaks protocol {PROTOCOL_VERSION}"
+            self.send(route, Refuse(code=error.code, message=text))
+            return None
+        except ProtocolError as error:
+            self.counters["received.malformed"] += 1
+            _log.warning("plane.malformed", peer=peer.name, reason=str(error))
+            return None
+        return Arrival(route, peer, message, payload)
+
+
+def reachable(host: str) -> str:
+    """Where a process of this machine reaches what listens on ``host``."""
+    return _bracketed({"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(host, host))  # noqa: S104
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _remembered(port_file: Path) -> list[int]:
+    try:
+        port = int(read_limited(port_file, 16))
+    except (FileNotFoundError, StoreError, ValueError):
+        return []
+    return [port] if 0 < port < 65536 else []

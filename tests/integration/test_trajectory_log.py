@@ -1,0 +1,304 @@
+"""The trajectory log with real sockets, keys and files."""
+
+import hashlib
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+from service_world import POLICY, service_world, until
+
+from scheduler.segments import BodyStore, Outcome
+from scheduler.trajectory_log import NAME, serve
+from transport.errors import StoreError
+from transport.messages import (
+    BodiesGone,
+    BodiesReleased,
+    Body,
+    BodyRequest,
+    GroupSummary,
+    Plane,
+    SummariesAccepted,
+    TrajectoriesStored,
+    TrajectoryAck,
+    TrajectoryPut,
+    TrajectoryRefused,
+)
+
+PLANE = Plane.TRAJECTORIES
+
+
+def made(number: int, size_bytes: int = 1000) -> tuple[GroupSummary, bytes]:
+    body = hashlib.sha256(str(number).encode()).digest() * (size_bytes // 32)
+    summary = GroupSummary(
+        attempt=f"sums/t-{number:06d}#0",
+        fence=(1, number),
+        job=f"sums/t-{number:06d}",
+        digest=hashlib.sha256(body).hexdigest(),
+        size_bytes=len(body),
+        rewards=(1.0, 0.0),
+        lengths=(3, 4),
+        versions={POLICY: (0, 1)},
+        prompt_tokens=5,
+        queued_s=0.1,
+        generating_s=0.2,
+        agent="somebody else",
+    )
+    return summary, body
+
+
+def announced(world) -> dict[str, GroupSummary]:
+    messages = world.control.of(TrajectoriesStored)
+    return {summary.digest: summary for message in messages for summary in message.summaries}
+
+
+def accepted_by_scheduler(world, *summaries: GroupSummary) -> None:
+    digests = tuple(summary.digest for summary in summaries)
+    world.control.send(NAME, SummariesAccepted(digests=digests))
+
+
+async def put(link, *numbers: int, size_bytes: int = 1000) -> list[tuple[GroupSummary, bytes]]:
+    things = [made(number, size_bytes) for number in numbers]
+    for summary, body in things:
+        await link.send(TrajectoryPut(summary=summary), (body,))
+    return things
+
+
+# ---- the service -----------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_body_is_acknowledged_announced_under_the_agents_name_and_served(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        agent = world.link("a", PLANE, port)
+        [(summary, body)] = await put(agent, 1)
+        [ack] = await agent.expect(TrajectoryAck)
+        assert (ack.attempt, ack.digest) == (summary.attempt, summary.digest)
+        await until(lambda: summary.digest in announced(world))
+        assert announced(world)[summary.digest] == msgspec.structs.replace(summary, agent="a")
+
+        trainer = world.link("trainer-sums-solver", PLANE, port)
+        await trainer.send(BodyRequest(digests=(summary.digest, "0" * 64)))
+        await until(lambda: len(trainer.received) == 2)
+        (found, payload), (missing, nothing) = trainer.received
+        assert (found, payload) == (Body(digest=summary.digest), [body])
+        assert (missing, nothing) == (Body(digest="0" * 64, found=False), [])
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_comes_again_is_acknowledged_and_stored_once(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        first = world.link("a", PLANE, port)
+        [(summary, _)] = await put(first, 1)
+        await first.expect(TrajectoryAck)
+        again = world.link("a", PLANE, port)
+        for _ in range(3):
+            await put(again, 1)
+            await again.expect(TrajectoryAck)
+        [segment] = (tmp_path / "scheduler" / NAME / "bodies").glob("*.log")
+        assert segment.stat().st_size < 2 * summary.size_bytes
+
+
+@pytest.mark.asyncio
+async def test_bodies_that_are_not_what_they_say_are_refused(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        agent = world.link("a", PLANE, port)
+        summary, body = made(1)
+        wrong = {
+            "integrity.checksum": [(summary, bytes(len(body)))],
+            "trajectory.malformed": [
+                (summary, body + b"x"),
+                (msgspec.structs.replace(summary, digest="../../etc/passwd"), body),
+                (msgspec.structs.replace(summary, rewards=(float("nan"), 0.0)), body),
+                (msgspec.structs.replace(summary, lengths=(1,)), body),
+                (msgspec.structs.replace(summary, job="sums/t-000002"), body),
+                (msgspec.structs.replace(summary, versions={POLICY: (3, 2)}), body),
+            ],
+        }
+        for code, cases in wrong.items():
+            for bad, payload in cases:
+                await agent.send(TrajectoryPut(summary=bad), (payload,))
+                [refused] = await agent.expect(TrajectoryRefused)
+                assert (refused.code, refused.digest) == (code, bad.digest)
+        await put(agent, 2)
+        await agent.expect(TrajectoryAck)
+        await until(lambda: len(announced(world)) == 1)
+
+
+@pytest.mark.asyncio
+async def test_roles_may_say_only_their_own(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        agent = world.link("a", PLANE, port)
+        trainer = world.link("trainer-sums-solver", PLANE, port)
+        [(summary, _)] = await put(agent, 1)
+        await agent.expect(TrajectoryAck)
+        await put(trainer, 2)
+        await agent.send(BodyRequest(digests=(summary.digest,)))
+        await trainer.send(BodyRequest(digests=(summary.digest,)))
+        await trainer.expect(Body)
+        await put(agent, 3)
+        await agent.expect(TrajectoryAck)
+        assert not agent.received
+        assert not trainer.received
+
+
+@pytest.mark.asyncio
+async def test_released_bodies_are_gone_and_said_to_be(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        agent = world.link("a", PLANE, port)
+        things = await put(agent, 1, 2)
+        await agent.expect(TrajectoryAck, 2)
+        await until(lambda: len(announced(world)) == 2)
+        first, second = (summary.digest for summary, _ in things)
+        accepted_by_scheduler(world, things[0][0])
+        world.control.send(NAME, BodiesReleased(digests=(first, "f" * 64)))
+        await until(lambda: bool(world.control.of(BodiesGone)))
+        assert set(world.control.of(BodiesGone)[0].digests) == {first, "f" * 64}
+        trainer = world.link("trainer-sums-solver", PLANE, port)
+        await trainer.send(BodyRequest(digests=(first, second)))
+        assert [body.found for body in await trainer.expect(Body, 2)] == [False, True]
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_leaves_bodies_with_the_agents(tmp_path):
+    async with (
+        service_world(tmp_path) as world,
+        world.serving(serve, world.config(trajectory_disk_bytes=5000)) as port,
+    ):
+        agent = world.link("a", PLANE, port)
+        things = await put(agent, 1, 2, size_bytes=3200)
+        await agent.expect(TrajectoryAck)
+        trainer = world.link("trainer-sums-solver", PLANE, port)
+        digests = tuple(summary.digest for summary, _ in things)
+        await trainer.send(BodyRequest(digests=digests))
+        assert [body.found for body in await trainer.expect(Body, 2)] == [True, False]
+        assert not agent.received
+
+
+@pytest.mark.asyncio
+async def test_after_kill_9_every_acknowledged_body_is_there_and_announced_again(tmp_path):
+    async with service_world(tmp_path) as world:
+        config = world.config()
+        async with world.process("scheduler.trajectory_log", config) as (child, port):
+            agent = world.link("a", PLANE, port)
+            things = await put(agent, *range(20))
+            acks = {ack.digest for ack in await agent.expect(TrajectoryAck, 20)}
+            await until(lambda: len(announced(world)) == 20)
+            accepted_by_scheduler(world, *(summary for summary, _ in things[:5]))
+            world.control.send(NAME, BodiesReleased(digests=(things[0][0].digest,)))
+            await until(lambda: bool(world.control.of(BodiesGone)))
+            child.send_signal(signal.SIGKILL)
+            await child.wait()
+        assert acks == {summary.digest for summary, _ in things}
+        [segment] = (tmp_path / "scheduler" / NAME / "bodies").glob("*.log")
+        torn = segment.read_bytes()[:700]  # a record that death cut off
+        segment.write_bytes(segment.read_bytes() + torn)
+        world.control.received.clear()
+        async with world.process("scheduler.trajectory_log", config) as (child, again):
+            assert again == port
+            await until(lambda: len(announced(world)) == 15)
+            assert set(announced(world)) == {summary.digest for summary, _ in things[5:]}
+            assert [hello.incarnation for hello in world.control.hellos] == [1, 2]
+            trainer = world.link("trainer-sums-solver", PLANE, port)
+            await trainer.send(BodyRequest(digests=tuple(s.digest for s, _ in things)))
+            bodies = {b.digest: b.found for b in await trainer.expect(Body, 20)}
+            assert [bodies[summary.digest] for summary, _ in things] == [False] + 19 * [True]
+            agent = world.link("a", PLANE, port)
+            await put(agent, 99)
+            await agent.expect(TrajectoryAck)
+            assert child.stdin is not None
+            child.stdin.close()
+            assert await child.wait() == 0
+
+
+# ---- its files -------------------------------------------------------------------------------
+
+
+def opened(folder: Path, segment_bytes: int = 4000, disk_bytes: int = 10**6) -> BodyStore:
+    return BodyStore(folder, segment_bytes=segment_bytes, disk_bytes=disk_bytes)
+
+
+def segments(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix in (".log", ".marks"))
+
+
+def test_segments_go_with_their_last_body_and_numbers_are_not_used_again(tmp_path):
+    store = opened(tmp_path)
+    things = [made(number) for number in range(12)]
+    for thing in things:
+        assert store.append([thing]) == [Outcome.STORED]
+    assert segments(tmp_path) == [f"segment-0000000{n}.log" for n in (1, 2, 3)]
+    digests = [summary.digest for summary, _ in things]
+    assert store.release(digests[:4]) == digests[:4]
+    assert segments(tmp_path) == [f"segment-0000000{n}.log" for n in (2, 3)]
+    store.release(digests[4:])
+    store.close()
+    store = opened(tmp_path)
+    assert (len(store), store.size_bytes, segments(tmp_path)) == (0, 0, [])
+    store.close()
+
+
+def test_marks_survive_and_a_body_stored_again_after_its_release_lives(tmp_path):
+    store = opened(tmp_path)
+    things = [made(number) for number in range(3)]
+    store.append(things)
+    digests = [summary.digest for summary, _ in things]
+    store.accept(digests[:2])
+    store.release(digests[1:2])
+    assert store.append([things[1]]) == [Outcome.STORED]
+    store.close()
+    store = opened(tmp_path)
+    assert {summary.digest for summary in store.unaccepted()} == set(digests[1:])
+    assert [store.read(digest) for digest in digests] == [body for _, body in things]
+    store.close()
+
+
+@pytest.mark.parametrize("cut", [1, 30, 500, 1100])
+def test_a_torn_end_is_cut_off_and_everything_before_it_is_kept(tmp_path, cut):
+    store = opened(tmp_path, segment_bytes=10**6)
+    things = [made(number) for number in range(3)]
+    store.append(things[:2])
+    store.close()
+    [path] = tmp_path.glob("*.log")
+    sound = path.stat().st_size
+    store = opened(tmp_path, segment_bytes=10**6)
+    store.append(things[2:])
+    store.close()
+    with open(path, "rb+") as file:
+        file.truncate(sound + cut)
+    store = opened(tmp_path, segment_bytes=10**6)
+    assert (store.torn_bytes, path.stat().st_size) == (cut, sound)
+    assert [store.read(s.digest) for s, _ in things] == [things[0][1], things[1][1], None]
+    assert store.append(things[2:]) == [Outcome.STORED]
+    assert store.read(things[2][0].digest) == things[2][1]
+    store.close()
+
+
+def test_a_damaged_body_is_not_given_out_and_harms_no_other(tmp_path):
+    store = opened(tmp_path, segment_bytes=10**6)
+    things = [made(number) for number in range(3)]
+    store.append(things)
+    [path] = tmp_path.glob("*.log")
+    data = bytearray(path.read_bytes())
+    data[data.index(things[1][1]) + 7] ^= 1
+    path.write_bytes(data)
+    expected = [things[0][1], None, things[2][1]]
+    assert [store.read(summary.digest) for summary, _ in things] == expected
+    store.close()
+    store = opened(tmp_path, segment_bytes=10**6)
+    assert (store.damaged, store.torn_bytes) == (1, 0)
+    assert [store.read(summary.digest) for summary, _ in things] == expected
+    store.close()
+
+
+def test_one_batch_may_span_segments_and_hold_a_body_twice(tmp_path):
+    store = opened(tmp_path)
+    things = [made(number) for number in range(9)]
+    outcomes = store.append([*things, things[0]])
+    assert outcomes == 9 * [Outcome.STORED] + [Outcome.DUPLICATE]
+    store.close()
+    store = opened(tmp_path)
+    assert all(store.read(summary.digest) == body for summary, body in things)
+    with pytest.raises(StoreError, match="already used by process"):
+        opened(tmp_path)
+    store.close()
