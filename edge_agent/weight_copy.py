@@ -20,7 +20,7 @@ the policy from its folder (a first version), commit, then load ``folder``.
 
 import itertools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -42,7 +42,7 @@ from transport.weights.folder import (
     read_model_folder,
     write_model_folder,
 )
-from transport.weights.manifest import FileEntry, SignedManifest, Signer, verify
+from transport.weights.manifest import FileEntry, SignedManifest, Signer, VersionManifest, verify
 from transport.weights.manifest_folder import StoredManifest, read_trusted
 from transport.weights.plan import check_plan
 from transport.weights.state import WeightState, advanced, checked_state, state_of_snapshot
@@ -73,15 +73,8 @@ class _Copy:
     artefacts: tuple[FileEntry, ...]
 
     @property
-    def ref(self) -> VersionRef:
-        return VersionRef(version=self.state.version, digest=self.state.digests.hex)
-
-    @property
     def manifest(self) -> StoredManifest:
         return self.deltas[-1] if self.deltas else self.base_manifest
-
-    def delta_digests(self) -> set[str]:
-        return {entry.digest for stored in self.deltas for entry in stored.manifest.files}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +92,6 @@ class StagedVersion:
     deltas: tuple[StoredManifest, ...] = field(repr=False)
     artefacts: tuple[FileEntry, ...] = field(repr=False)
     local: Path | None = None
-
-    @property
-    def ref(self) -> VersionRef:
-        return VersionRef(version=self.version, digest=self.digest)
-
-    def blob_digests(self) -> set[str]:
-        files = [entry for stored in self.deltas for entry in stored.manifest.files]
-        if self.base is not None and self.local is None:
-            files += [*self.base.manifest.of_kind("snapshot"), *self.artefacts]
-        return {entry.digest for entry in files}
 
 
 class WeightCopies:
@@ -146,7 +129,7 @@ class WeightCopies:
 
     def held(self) -> dict[str, VersionRef]:
         """Version and digest of every copy."""
-        return {policy: copy.ref for policy, copy in self._copies.items()}
+        return {policy: copy.state.ref for policy, copy in self._copies.items()}
 
     def tensors(self, policy: str) -> Mapping[str, TensorBytes]:
         """Weights of the copy. Raises StoreError when there is none."""
@@ -182,7 +165,7 @@ class WeightCopies:
         entries = {entry.digest: entry for step in steps for entry in step.files}
         blobs = self.blobs(plan.policy)
         copy = self._copies.get(plan.policy)
-        journal = copy.delta_digests() if copy else set()
+        journal = _files_of(copy.deltas) if copy else ()
         blobs.sweep({*entries, *journal, *self._staged.get(plan.policy, ())})
         base = copy.artefacts if copy else ()
         return [e for d, e in entries.items() if e not in base and not blobs.has(d)]
@@ -193,7 +176,8 @@ class WeightCopies:
         Raises:
             AuthenticationFailed, RemoteProtocolError, SizeLimitExceeded: as ``check_plan``.
             BaseVersionMismatch: the plan starts from a version that is not the held one.
-            IntegrityError: a file or the resulting state is not what the manifests say.
+            IntegrityError: a file or the resulting state is not what the manifests say; a
+                damaged file is removed, so that ``wanted`` asks for it again.
             StoreError: a file of the plan is not there.
         """
         steps = check_plan(plan, self._trusted, max_bytes=self._max_plan_bytes)
@@ -206,18 +190,18 @@ class WeightCopies:
         changed: dict[str, TensorBytes] = {}
         for step in steps:
             artefacts = step.of_kind("artefact") or artefacts
-            if step.delta is not None:
-                if state is None or state.version != step.manifest.parent:
-                    raise BaseVersionMismatch(
-                        f"plan for {plan.policy} starts from version {step.manifest.parent}, "
-                        f"held is {'none' if state is None else state.version}"
-                    )
-                state, part = advanced(state, blobs, step.manifest)
-                deltas.append(StoredManifest(step.manifest, step.signed))
-                changed.update(part)
-            elif step.of_kind("snapshot"):
-                state = state_of_snapshot(blobs, step.manifest)
-                base, deltas = StoredManifest(step.manifest, step.signed), []
+            stored = StoredManifest(step.manifest, step.signed)
+            try:
+                if step.delta is not None:
+                    state, part = _next(state, blobs, step.manifest)
+                    deltas.append(stored)
+                    changed.update(part)
+                elif step.of_kind("snapshot"):
+                    state = state_of_snapshot(blobs, step.manifest)
+                    base, deltas = stored, []
+            except IntegrityError:
+                blobs.remove_damaged(step.files)
+                raise
         if state is None:
             raise RemoteProtocolError(f"plan for {plan.policy} brings no weights")
         if base is not None:
@@ -256,7 +240,7 @@ class WeightCopies:
         """
         policy = staged.policy
         held = self.held().get(policy)
-        if held == staged.ref:
+        if held == staged.state.ref:
             return
         if held != staged.replaces:
             raise BaseVersionMismatch(f"the copy of {policy} moved on since {staged.version} came")
@@ -313,13 +297,14 @@ class WeightCopies:
             digest=state.digests.hex,
             changed=changed,
             state=state,
-            replaces=copy.ref if copy else None,
+            replaces=copy.state.ref if copy else None,
             base=base,
             deltas=tuple(deltas),
             artefacts=artefacts,
             local=local,
         )
-        self._staged[policy] = staged.blob_digests()
+        files = _files_of(staged.deltas + ((base,) if base else ()))
+        self._staged[policy] = files | {entry.digest for entry in artefacts}
         return staged
 
     def _load(self, policy: str) -> None:
@@ -341,6 +326,7 @@ class WeightCopies:
                 state, _ = advanced(state, self.blobs(policy), stored.manifest)
                 intact.append(stored)
         except (IntegrityError, StoreError) as error:
+            self.blobs(policy).remove_damaged(stored.manifest.files)
             self.warnings.append(f"the copy of {policy} goes back to {state.version}: {error}")
         self._switch(policy, _Copy(state, base, manifest, tuple(intact), record.artefacts))
 
@@ -395,8 +381,21 @@ class WeightCopies:
                     shutil.rmtree(path)
 
 
+def _files_of(versions: Iterable[StoredManifest]) -> set[str]:
+    return {entry.digest for stored in versions for entry in stored.manifest.files}
+
+
 def _difference(state: WeightState, copy: _Copy | None) -> dict[str, TensorBytes]:
     """Tensors of ``state`` that the copy does not have already."""
     held = copy.state.digests.tensors if copy else {}
     new = state.digests.tensors
     return {name: t for name, t in state.tensors.items() if held.get(name) != new[name]}
+
+
+def _next(
+    state: WeightState | None, blobs: BlobFolder, manifest: VersionManifest
+) -> tuple[WeightState, dict[str, TensorBytes]]:
+    if state is None or state.version != manifest.parent:
+        held = "none" if state is None else f"version {state.version}"
+        raise BaseVersionMismatch(f"the plan starts from {manifest.parent}, held is {held}")
+    return advanced(state, blobs, manifest)

@@ -9,8 +9,7 @@ import click
 
 from farflow.lazy import LazyGroup
 from transport.errors import ConfigError, FarflowError
-
-EXIT_CONFIG = 78
+from transport.runtime.origin import EXIT_CONFIG, verify_origin
 
 _COMMANDS = {
     "up": ("farflow.commands:up", "Run scheduler, agents and trainer of one file on this machine."),
@@ -35,8 +34,6 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: checks that the imported packages are ours, then runs the command."""
-    from transport.runtime.origin import verify_origin
-
     verify_origin()
     try:
         cli(standalone_mode=False)

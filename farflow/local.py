@@ -18,7 +18,7 @@ import structlog
 
 from farflow.run_folder import RunFolder
 from farflow.up_config import LocalAgent, UpConfig
-from transport.errors import ConfigError
+from transport.errors import ConfigError, ProcessFailed
 from transport.ids import policy_id
 from transport.keys import create_keys, trainer_name
 from transport.runs import RunSpec
@@ -26,7 +26,6 @@ from transport.runtime.origin import EXIT_CONFIG
 from transport.runtime.processes import (
     ChildProcess,
     ChildSpec,
-    ProcessFailed,
     RestartPolicy,
     start_child,
 )

@@ -30,15 +30,18 @@ class _Peer(Generic[K]):
 
 
 class FairSender(Generic[K]):
-    """``make`` gives the frames of a piece; ``send`` is the hub's."""
+    """``make`` gives the frames of a piece, none when there is nothing to send any more; ``send``
+    is the hub's; ``on_sent`` hears of each piece that the hub took."""
 
     def __init__(
         self,
         send: Callable[[bytes, Sequence[bytes]], None],
         make: Callable[[K], Awaitable[Sequence[bytes]]],
+        on_sent: Callable[[K], None] | None = None,
     ) -> None:
         self._send = send
         self._make = make
+        self._on_sent = on_sent
         self._peers: dict[bytes, _Peer[K]] = {}
         self._turns: deque[bytes] = deque()
         self._wake = asyncio.Event()
@@ -80,7 +83,8 @@ class FairSender(Generic[K]):
             piece = next(iter(peer.wanted))
             frames = await self._make(piece)
             try:
-                self._send(route, frames)
+                if frames:
+                    self._send(route, frames)
             except WindowFull:
                 self.window_full += 1
                 self._retry_later(route, peer)
@@ -88,7 +92,10 @@ class FairSender(Generic[K]):
                 self.unreachable += 1
                 self.forget(route)
             else:
-                self.sent += 1
+                if frames:
+                    self.sent += 1
+                    if self._on_sent is not None:
+                        self._on_sent(piece)
                 peer.retry_s = FIRST_RETRY_S
                 peer.wanted.pop(piece, None)
                 if peer.wanted:

@@ -23,6 +23,7 @@
     ├─ TaskError                      a task source or item is malformed; names file, line, field
     ├─ RewardError                    a verifier crashed or timed out
     ├─ StoreError                     (retryable) disk full, read-only, locked
+    ├─ ProcessFailed                  a child process did not start, or ends again and again
     └─ InvariantViolation             never caught below main
 
 ``code`` is the stable name on the wire, in metrics and in logs; ``retryable`` says whether the
@@ -130,6 +131,10 @@ class RewardError(FarflowError):
 class StoreError(FarflowError):
     code = "store"
     retryable = True
+
+
+class ProcessFailed(FarflowError):
+    code = "process"
 
 
 class InvariantViolation(FarflowError):

@@ -59,7 +59,7 @@ class TrainerCore:
         self.phase = Phase.JOINING
         self.step = position.step
         self.head_version = position.version
-        self.highest_version = position.version
+        self.highest_version = max(position.highest_version, position.version)
         self.counters: dict[str, int] = {}
         self.publications = Publications(
             settings.policy,

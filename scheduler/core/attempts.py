@@ -38,6 +38,7 @@ def start(ctx: Context, job: Job, choice: Choice, pinned: dict[str, int]) -> Lea
         agent=choice.agent,
     )
     job.attempts.append(record)
+    ctx.tables.touch(job)
     lease = track(ctx, job, record, pinned)
     live = ctx.agents[choice.agent]
     live.offered_s = ctx.now
@@ -65,7 +66,6 @@ def track(ctx: Context, job: Job, record: Attempt, pinned: dict[str, int]) -> Le
     live.leases[record.id] = lease
     if lease.counted:
         _change_load(ctx, live, lease.sequences)
-    ctx.tables.touch(job)
     return lease
 
 
@@ -179,7 +179,7 @@ def settle(ctx: Context, job: Job, retry_s: float = 0.0) -> None:
     state = "in_flight" if active else "queued"
     if job.state == state:
         return
-    _count_in_flight(ctx, job, job.sequences if active else -job.sequences)
+    count_in_flight(ctx, job, job.sequences if active else -job.sequences)
     job.state = "in_flight" if active else "queued"
     for policy, copy in job.copies.items():
         if copy.state in ("queued", "in_flight"):
@@ -192,7 +192,7 @@ def leave_queue(ctx: Context, job: Job) -> None:
     ctx.queue(job.queue).discard(job.id)
     ctx.timers.cancel("job", job.id)
     if job.state == "in_flight":
-        _count_in_flight(ctx, job, -job.sequences)
+        count_in_flight(ctx, job, -job.sequences)
     job.state = "done"
     ctx.tables.touch(job)
 
@@ -201,6 +201,14 @@ def has_room(ctx: Context, slots: int, load: int, sequences: int) -> bool:
     """Whether an agent takes a job: up to its slots and the prefetch, and an idle one always (a
     group larger than the agent runs in waves)."""
     return load == 0 or load + sequences <= slots + ctx.settings.prefetch_groups * sequences
+
+
+def count_in_flight(ctx: Context, job: Job, sequences: int) -> None:
+    """Keep the sequences in flight of the job's run or evaluation."""
+    if job.evaluation:
+        ctx.evaluations[job.evaluation].in_flight += sequences
+    else:
+        ctx.runs[job.run].in_flight += sequences
 
 
 def _record(job: Job, lease: Lease) -> Attempt:
@@ -217,10 +225,3 @@ def _uncount(ctx: Context, lease: Lease) -> None:
 def _change_load(ctx: Context, live: AgentLive, sequences: int) -> None:
     live.load += sequences
     ctx.refresh_open(ctx.tables.agents[live.name], live)
-
-
-def _count_in_flight(ctx: Context, job: Job, sequences: int) -> None:
-    if job.evaluation:
-        ctx.evaluations[job.evaluation].in_flight += sequences
-    else:
-        ctx.runs[job.run].in_flight += sequences

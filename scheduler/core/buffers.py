@@ -17,7 +17,7 @@ class Buffer:
     """Earliest deadline first over job ids; ``deadline_of`` is asked for the present deadline."""
 
     def __init__(self, deadline_of: Deadline) -> None:
-        self._deadline_of = deadline_of
+        self.deadline_of = deadline_of
         self._entries: dict[str, Entry] = {}
         self._heap: list[Entry] = []
 
@@ -54,7 +54,7 @@ class Buffer:
         found: list[str] = []
         while self._settle_top() and self._heap[0][0] < head_step:
             _, index, job = heapq.heappop(self._heap)
-            deadline = self._deadline_of(job)
+            deadline = self.deadline_of(job)
             if deadline is None or deadline < head_step:
                 found.append(job)
             else:
@@ -67,7 +67,7 @@ class Buffer:
         hopeless: list[str] = []
         self._heap = []
         for job, (_, index, _) in list(self._entries.items()):
-            deadline = self._deadline_of(job)
+            deadline = self.deadline_of(job)
             if deadline is None:
                 hopeless.append(job)
             else:

@@ -204,6 +204,7 @@ class Context:
         self.ready_slots = 0
         self.effects: list[Effect] = []
         self.new_releases: list[str] = []
+        self.releases_behind = False
         self.due_policies: dict[str, None] = {}
         self.due_runs: dict[str, None] = {}
         self.dispatch_due = False

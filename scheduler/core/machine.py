@@ -1,18 +1,74 @@
-"""The rollout scheduler's state machine (signatures; see the other modules for the decisions)."""
+"""The rollout scheduler's state machine.
+
+What always holds (``check`` enforces it, the property test hunts it):
+
+1. ``handle`` never raises on what a peer says; a refusal has a code and a counter.
+2. Nothing is read but the arguments: equal events at equal times give equal effects, under any
+   ``PYTHONHASHSEED``.
+3. Rows taken with ``take_changes`` after any event are all that a restart needs.
+4. Each event changes rows and marks what is due; then, in this order, policies drop what is too
+   old and grant batches, runs evaluate, admit and finish, jobs are placed, bodies are released.
+   This repeats until nothing is due.
+
+    events --> agents trainers results runs --> attempts jobs accounting --> rows
+                        |  due                      ^
+                        v                           |
+               consumption -> runs/evaluation/intake -> dispatch -> effects
+"""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from scheduler.core.effects import Effect
-from scheduler.core.events import Event
-from scheduler.core.settings import CoreSettings
+from scheduler.core import (
+    agents,
+    consumption,
+    dispatch,
+    evaluation,
+    invariants,
+    loading,
+    results,
+    runs,
+    status,
+    trainers,
+)
+from scheduler.core import attempts as attempts_module
+from scheduler.core.context import Context
+from scheduler.core.effects import Effect, Reply
+from scheduler.core.events import (
+    Event,
+    FromAgent,
+    FromOperator,
+    FromService,
+    FromTrainer,
+    ItemsProduced,
+    TaskSourceFailed,
+    Tick,
+)
+from scheduler.core.settings import TRAJECTORY_LOG, CoreSettings
+from scheduler.core.state import Change, Row
+from transport.errors import InvariantViolation
+from transport.messages import (
+    BodiesGone,
+    CommandReply,
+    Goodbye,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    RunCommand,
+    RunSubmit,
+    StatusReply,
+    StatusRequest,
+    TrajectoriesStored,
+    VersionStored,
+    Welcome,
+)
 from transport.status import SchedulerStatus
 
 if TYPE_CHECKING:
     import random
 
-Row = tuple[str, str, bytes]
-Change = tuple[str, str, bytes | None]
+MAX_ROUNDS = 1000
 
 
 class SchedulerCore:
@@ -20,7 +76,7 @@ class SchedulerCore:
 
     ``rows`` are (table, key, MessagePack) as last stored. After construction ``next_deadline`` is
     ``now``: the first ``handle`` (a ``Tick`` at the latest) restarts the task sources of live
-    runs.
+    runs. ``now`` goes on from the last life's value and never back.
     """
 
     def __init__(
@@ -32,16 +88,171 @@ class SchedulerCore:
         build: str,
         rows: Iterable[Row] = (),
         now: float = 0.0,
-    ) -> None: ...
+    ) -> None:
+        """Raises ``StoreError`` for a row that is unknown or does not decode."""
+        self._ctx = Context(settings, term=term, rng=rng, build=build, now=now)
+        self._booted = False
+        loading.load(self._ctx, rows)
 
-    def handle(self, event: Event, now: float) -> list[Effect]: ...
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event; what comes back is to be done in order, after the commit."""
+        ctx = self._ctx
+        ctx.now = max(ctx.now, now)
+        if not self._booted:
+            self._booted = True
+            loading.boot(ctx)
+        match event:
+            case FromAgent(agent=name, message=message):
+                agents.message(ctx, name, message)
+            case FromTrainer(trainer=name, message=message):
+                trainers.message(ctx, name, message)
+            case FromService(service=name, message=message):
+                self._service(name, message)
+            case FromOperator():
+                self._operator(event)
+            case ItemsProduced(kind="train"):
+                runs.items_produced(ctx, event.run, event.start, event.items)
+            case ItemsProduced():
+                run = ctx.tables.runs.get(event.run)
+                if run is not None and run.live:
+                    evaluation.items_produced(ctx, run, event.start, event.items)
+            case TaskSourceFailed(run=name, code=code, message=text):
+                runs.source_failed(ctx, name, code, text)
+            case Tick():
+                self._tick()
+        self._settle()
+        effects, ctx.effects = ctx.effects, []
+        return effects
 
-    def next_deadline(self) -> float | None: ...
+    def next_deadline(self) -> float | None:
+        """When ``Tick`` is due."""
+        return self._ctx.timers.next_due() if self._booted else self._ctx.now
 
-    def take_changes(self) -> list[Change]: ...
+    def take_changes(self) -> list[Change]:
+        """Rows changed since the last call, None for a deleted one; O(changed)."""
+        return self._ctx.tables.take_changes()
 
-    def status(self, now: float) -> SchedulerStatus: ...
+    def dump(self) -> list[Row]:
+        """Every row: what a new life could be made of."""
+        return self._ctx.tables.dump()
 
-    def check(self) -> None: ...
+    def status(self, now: float) -> SchedulerStatus:
+        return status.build(self._ctx, now)
 
-    def story(self, id: str) -> list[str]: ...
+    def check(self) -> None:
+        """All invariants, O(everything); raises ``InvariantViolation`` with the story."""
+        invariants.check(self._ctx)
+
+    def story(self, id: str) -> list[str]:
+        """What happened lately to a job, attempt, agent, policy, run or evaluation."""
+        return self._ctx.story(id)
+
+    # ---- services and operators --------------------------------------------------------------
+
+    def _service(self, name: str, message: Message) -> None:
+        ctx = self._ctx
+        match message:
+            case Hello():
+                welcome = Welcome(
+                    term=ctx.term,
+                    heartbeat_s=ctx.settings.heartbeat_s,
+                    lost_after_s=ctx.settings.lost_after_s,
+                )
+                ctx.send(name, welcome)
+                if name == TRAJECTORY_LOG:
+                    results.repeat_releases(ctx, name)
+            case Ping(sequence=sequence, sent_s=sent_s):
+                ctx.send(name, Pong(sequence=sequence, sent_s=sent_s))
+            case TrajectoriesStored():
+                results.stored(ctx, name, message)
+            case BodiesGone():
+                results.bodies_gone(ctx, name, message)
+            case VersionStored():
+                trainers.version_stored(ctx, name, message)
+            case Goodbye():
+                ctx.note(name, "goodbye")
+            case _:
+                ctx.count("services.unexpected_message")
+
+    def _operator(self, event: FromOperator) -> None:
+        ctx = self._ctx
+        answer: Message
+        match event.message:
+            case RunSubmit() as submit:
+                answer = runs.submit_run(ctx, submit)
+            case RunCommand() as command:
+                answer = runs.command(ctx, command)
+            case StatusRequest():
+                answer = StatusReply(status=status.build(ctx, ctx.now))
+            case other:
+                text = f"{type(other).__name__} is not a command"
+                answer = CommandReply(ok=False, code="command.unknown", message=text)
+        ctx.effects.append(Reply(event.peer, event.request, answer))
+
+    # ---- time ----------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        timers = self._ctx.timers
+        while (due := timers.pop(self._ctx.now)) is not None:
+            self._timer(*due)
+
+    def _timer(self, kind: str, id: str) -> None:
+        ctx = self._ctx
+        match kind:
+            case "agent":
+                agents.liveness_due(ctx, id)
+            case "attempt":
+                agents.attempt_due(ctx, id)
+            case "job":
+                job = ctx.tables.jobs.get(id)
+                if job is not None:
+                    attempts_module.settle(ctx, job)
+            case "unblock":
+                agents.unblock_due(ctx, id)
+            case "forget":
+                agents.forget_due(ctx, id)
+            case "trainer":
+                trainers.liveness_due(ctx, id)
+            case "produce":
+                runs.produce_due(ctx, id)
+            case "release":
+                results.repeat_releases(ctx, TRAJECTORY_LOG)
+            case "sweep":
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """What depends on time or on all agents, once per heartbeat while there are runs."""
+        ctx = self._ctx
+        dispatch.watch_starved(ctx)
+        for name in ctx.runs:
+            evaluation.restart_unservable(ctx, ctx.tables.runs[name])
+        if any(len(queue) for queue in ctx.queues.values()):
+            ctx.dispatch_due = True
+        if ctx.runs:
+            ctx.timers.set("sweep", "", ctx.now + ctx.settings.heartbeat_s)
+
+    def _settle(self) -> None:
+        ctx = self._ctx
+        for _ in range(MAX_ROUNDS):
+            if ctx.due_policies:
+                due, ctx.due_policies = ctx.due_policies, {}
+                for id in due:
+                    if id in ctx.policies:
+                        consumption.advance(ctx, ctx.tables.policies[id])
+            elif ctx.due_runs:
+                due, ctx.due_runs = ctx.due_runs, {}
+                for name in due:
+                    runs.advance(ctx, ctx.tables.runs[name])
+            elif ctx.dispatch_due:
+                dispatch.place(ctx)
+            else:
+                break
+        else:
+            raise InvariantViolation("nothing comes to rest: " + "; ".join(_last(ctx)))
+        if ctx.new_releases:
+            released, ctx.new_releases = ctx.new_releases, []
+            results.send_releases(ctx, TRAJECTORY_LOG, released)
+
+
+def _last(ctx: Context) -> list[str]:
+    return [f"{subject} {what}" for _, subject, what, _ in list(ctx.entries)[-20:]]

@@ -7,6 +7,7 @@ before it is checked.
 """
 
 import math
+from itertools import islice
 
 from scheduler.core import attempts, jobs
 from scheduler.core.accounting import move, open_copies
@@ -33,13 +34,24 @@ def stored(ctx: Context, service: str, message: TrajectoriesStored) -> None:
     ctx.send(service, SummariesAccepted(digests=digests))
 
 
-def bodies_gone(ctx: Context, message: BodiesGone) -> None:
+def bodies_gone(ctx: Context, service: str, message: BodiesGone) -> None:
+    """The log has dropped these."""
     for digest in message.digests:
         row = ctx.tables.releases.get(digest)
         if row is not None:
             ctx.tables.remove(row)
     if not ctx.tables.releases:
         ctx.timers.cancel("release", "")
+    if ctx.releases_behind:
+        repeat_releases(ctx, service)
+
+
+def repeat_releases(ctx: Context, service: str) -> None:
+    """Name the oldest pending releases again, at most one batch; the next one follows when the
+    log has answered."""
+    digests = list(islice(ctx.tables.releases, RELEASE_BATCH))
+    ctx.releases_behind = len(digests) < len(ctx.tables.releases)
+    send_releases(ctx, service, digests)
 
 
 def send_releases(ctx: Context, service: str, digests: list[str]) -> None:
@@ -48,17 +60,8 @@ def send_releases(ctx: Context, service: str, digests: list[str]) -> None:
         batch = tuple(digests[start : start + RELEASE_BATCH])
         ctx.send(service, BodiesReleased(digests=batch))
     if ctx.tables.releases:
-        ctx.timers.set_earlier("release", "", ctx.now + ctx.settings.release_repeat_s)
-
-
-def pending_releases(ctx: Context) -> list[str]:
-    """The oldest pending releases, at most one batch."""
-    found: list[str] = []
-    for digest in ctx.tables.releases:
-        if len(found) == RELEASE_BATCH:
-            break
-        found.append(digest)
-    return found
+        at = ctx.now + ctx.settings.release_repeat_s
+        ctx.timers.set_earlier("release", "", at)
 
 
 def _summary(ctx: Context, summary: GroupSummary) -> None:

@@ -263,11 +263,14 @@ async def test_an_outage_with_reset_kills_the_connections() -> None:
 
 async def test_outages_of_the_profile_come_on_schedule() -> None:
     link = profile(outages=(Outage(start_s=0.03, duration_s=0.06),))
-    async with served(echo) as port, linked(link, a=port) as proxy:
-        async with connected(proxy, "a") as (reader, writer):
-            await until(lambda: proxy.stats().is_down)
-            await round_trip_s(reader, writer)
-            stats = proxy.stats()
+    async with (
+        served(echo) as port,
+        linked(link, a=port) as proxy,
+        connected(proxy, "a") as (reader, writer),
+    ):
+        await until(lambda: proxy.stats().outages_total)
+        await round_trip_s(reader, writer)
+        stats = proxy.stats()
     assert stats.outages_total == 1
     assert 0.06 <= stats.outage_s < 0.2
 

@@ -112,6 +112,9 @@ class AgentMachine(RuleBasedStateMachine):
         self.spool: dict[str, GroupSummary] = {}
         self.allowed_drops: set[str] = set()  # bodies that the outside has spoken about
         self.ended: dict[str, str] = {}
+        self.aborted: set[str] = set()
+        self.spoken: dict[str, str] = {}  # the log's last word
+        self.unwanted: set[str] = set()  # attempts that the scheduler gave up
         self.last_beat = 0
         self.exited = False
         self.feed(Tick())
@@ -127,6 +130,10 @@ class AgentMachine(RuleBasedStateMachine):
         for effect in self.core.handle(event, self.now):
             assert not self.exited, "an effect after Exit"
             self.perform(effect)
+        for name in self.aborted:
+            assert name in self.unwanted, "aborted without a word to anybody"
+            self.end(name, "forgotten")
+        self.aborted.clear()
         self.core.check()
 
     def perform(self, effect: Effect) -> None:
@@ -136,8 +143,8 @@ class AgentMachine(RuleBasedStateMachine):
                     assert reply.attempt not in self.ended
                     self.live[reply.attempt] = self.offers[reply.attempt]
             case ToScheduler(message=AttemptFailed() as failed):
-                if failed.attempt in self.live:
-                    self.end(failed.attempt, "failed")
+                self.aborted.discard(failed.attempt)
+                self.end(failed.attempt, "failed")
                 assert self.ended[failed.attempt] == "failed", "two different ends"
             case ToScheduler(message=Heartbeat() | Hello() as message):
                 inventory = message.held if isinstance(message, Heartbeat) else message.agent
@@ -158,12 +165,12 @@ class AgentMachine(RuleBasedStateMachine):
                 assert name in self.running or name in self.scoring
                 self.running.pop(name, None)
                 self.scoring.pop(name, None)
-                self.end(name, self.ended.get(name, "forgotten"))
+                self.aborted.add(name)
             case DropSpooled(attempt=name, digest=digest):
                 if name in self.spool:
                     assert digest in self.allowed_drops, "dropped without a word from outside"
                     del self.spool[name]
-                    self.end(name, "acknowledged")
+                    self.end(name, self.spoken.get(name, "forgotten"))
             case FetchPlan(policy=policy, plan=plan):
                 assert policy not in self.fetches
                 assert policy not in self.swaps
@@ -245,13 +252,15 @@ class AgentMachine(RuleBasedStateMachine):
         name = self.pick(list(self.live), index)
         if name in self.spool:
             self.allowed_drops.add(self.spool[name].digest)
-        self.ended.setdefault(name, "forgotten")
+        self.unwanted.add(name)
         message = (
             HeartbeatReply(sequence=self.last_beat, sent_s=0.0, unknown=(name,))
             if unknown
             else LeaseRevoke(attempt=name, fence=self.offers[name].fence, reason="r")
         )
         self.feed(FromScheduler(message=message))
+        assert name not in self.running
+        assert name not in self.spool
         self.end(name, "forgotten")
 
     @rule(kind=st.sampled_from(["reply", "required", "welcome"]), hosted=st.integers(0, 3))
@@ -326,10 +335,10 @@ class AgentMachine(RuleBasedStateMachine):
             assert name in self.spool
             return
         self.allowed_drops.add(digest)
+        self.spoken[name] = "acknowledged" if outcome == "ack" else "failed"
         if outcome == "ack":
             self.feed(FromTrajectoryLog(message=TrajectoryAck(attempt=name, digest=digest)))
         else:
-            self.ended[name] = "failed"
             refused = TrajectoryRefused(attempt=name, digest=digest, code="c", message="m")
             self.feed(FromTrajectoryLog(message=refused))
 
@@ -427,10 +436,10 @@ class AgentMachine(RuleBasedStateMachine):
     def the_core_holds_what_was_accepted_and_not_ended(self) -> None:
         if self.exited:
             return
-        held = {one[0] for one in self.core.dump()["attempts"]}
-        held |= {one["attempt"] for one in self.core.dump()["spooled"]}
+        dump = self.core.dump()
+        held = {one[0] for one in dump["attempts"]} | {one["attempt"] for one in dump["spooled"]}
         assert held == set(self.live)
-        assert not set(self.live) & {n for n, how in self.ended.items() if how != "forgotten"}
+        assert not set(self.live) & set(self.ended)
 
     def teardown(self) -> None:
         """Everything that is still held can be brought to its one end."""
@@ -440,7 +449,8 @@ class AgentMachine(RuleBasedStateMachine):
             self.revoked(list(self.live).index(name), False)
         assert self.core.status().spooled == 0
         assert self.core.status().running == self.core.status().waiting == 0
-        assert set(self.ended) >= {n for n in self.offers if n in self.live}
+        assert not self.running
+        assert not self.spool
 
 
 AgentMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

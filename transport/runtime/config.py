@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from transport.errors import ConfigError
-from transport.runtime.units import parse_bytes, parse_duration_s
+from transport.runtime.units import parse_bytes, parse_duration_s, parse_rate_bits_per_s
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -187,7 +187,9 @@ def _strict(value: Any, kind: Any, where: str) -> Any:
         path = f"{where}.{key}".lstrip(".")
         if key not in fields:
             raise ConfigError(f"{path}: unknown key; known are {', '.join(sorted(fields))}")
-        if isinstance(inner, str) and key.endswith("_s"):
+        if isinstance(inner, str) and key.endswith("_bits_per_s"):
+            inner = _unit(parse_rate_bits_per_s, inner, path)
+        elif isinstance(inner, str) and key.endswith("_s"):
             inner = _unit(parse_duration_s, inner, path)
         elif isinstance(inner, str) and key.endswith("_bytes"):
             inner = _unit(parse_bytes, inner, path)

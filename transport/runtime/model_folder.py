@@ -120,7 +120,7 @@ def load_model(
     with _quiet():
         try:
             # Mismatched shapes are refused below, where we can say which tensor it is.
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
                 local_files_only=True,
@@ -129,19 +129,20 @@ def load_model(
                 output_loading_info=True,
             )
         except Exception as error:  # configurations raise whatever they like
-            raise ModelError(f"{folder}: the model does not load: {_first_line(error)}") from error
-    unexpected = sorted(report["unexpected_keys"])
+            raise ModelError(f"{folder}: the model does not load: {_short(error)}") from error
+    model: PreTrainedModel = loaded[0]
+    unexpected = sorted(loaded[1]["unexpected_keys"])
     if unexpected:
         raise ModelError(
-            f"{folder}: the files hold {len(unexpected)} tensors that {type(model).__name__} has no "
-            f"place for, the first is {unexpected[0]!r}; config.json and weights do not belong "
+            f"{folder}: {type(model).__name__} has no place for {len(unexpected)} of the tensors "
+            f"in the files, the first is {unexpected[0]!r}; config.json and weights do not belong "
             "together"
         )
     weights = _name_weights(folder, model, tensors)
     try:
         moved = model.to(device)
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise ModelError(f"{folder}: not to device {device!r}: {_first_line(error)}") from error
+        raise ModelError(f"{folder}: not to device {device!r}: {_short(error)}") from error
     return LoadedModel(moved.eval(), weights)
 
 
@@ -158,7 +159,7 @@ def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> "PreTraine
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # tokenizers raises bare ones
-            raise ModelError(f"{path}: does not load: {_first_line(error)}") from error
+            raise ModelError(f"{path}: does not load: {_short(error)}") from error
     if vocabulary is not None and len(tokenizer) > vocabulary:
         raise ModelError(
             f"{path}: has {len(tokenizer)} tokens, but the model embeds only {vocabulary}; "
@@ -301,6 +302,5 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -26,7 +26,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from transport.errors import FarflowError, StoreError
+from transport.errors import ProcessFailed, StoreError
 from transport.runtime.files import store_errors
 from transport.runtime.origin import EXIT_CONFIG
 from transport.runtime.shutdown import ShutdownSignal
@@ -41,12 +41,6 @@ DRAIN_S: Final = 1.0
 """After the exit, last lines are read for so long, should a runaway descendant hold the pipe."""
 
 _log = structlog.get_logger()
-
-
-class ProcessFailed(FarflowError):
-    """A child did not start, said nothing in time, or ends again and again."""
-
-    code = "process"
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -221,6 +221,12 @@ class BlobFolder:
             self.path(digest).unlink(missing_ok=True)
             self._part(digest).unlink(missing_ok=True)
 
+    def remove_damaged(self, entries: Iterable[FileEntry]) -> None:
+        """Forget those files that are no longer what their entries say; reads all of them."""
+        for entry in entries:
+            if self.has(entry.digest) and not self.verify(entry):
+                self.remove(entry.digest)
+
     def sweep(self, keep: Collection[str]) -> int:
         """Remove every file, complete or not, whose digest is not in ``keep``; returns how many."""
         removed = 0

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transport.errors import ChecksumMismatch, IntegrityError
+from transport.messages import VersionRef
 from transport.weights.blobs import BlobFolder
 from transport.weights.delta_file import apply_delta
 from transport.weights.digest import StateDigest
@@ -22,6 +23,11 @@ class WeightState:
     version: int
     tensors: Mapping[str, TensorBytes]
     digests: StateDigest
+
+    @property
+    def ref(self) -> VersionRef:
+        """Number and digest, as peers name a version to each other."""
+        return VersionRef(version=self.version, digest=self.digests.hex)
 
 
 def checked_state(tensors: Mapping[str, TensorBytes], manifest: VersionManifest) -> WeightState:

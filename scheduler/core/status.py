@@ -1,0 +1,101 @@
+"""The view model from the state; reads only, O(agents + runs)."""
+
+from copy import copy
+
+from scheduler.core import evaluation, trainers
+from scheduler.core.context import Context
+from scheduler.core.state import Evaluation, Policy, Run
+from transport.ids import policy_id
+from transport.status import (
+    AccountingRow,
+    AgentStatus,
+    EvaluationStatus,
+    PolicyStatus,
+    RunStatus,
+    SchedulerStatus,
+)
+
+MAX_FINISHED_RUNS = 20
+
+
+def build(ctx: Context, now: float) -> SchedulerStatus:
+    """Everything that a person sees; of the finished runs only the latest."""
+    ordered = sorted(ctx.tables.runs.values(), key=lambda run: (run.created_s, run.name))
+    finished = [run.name for run in ordered if not run.live]
+    hidden = frozenset(finished[:-MAX_FINISHED_RUNS])
+    by_run: dict[str, list[Evaluation]] = {}
+    for entry in ctx.tables.evaluations.values():
+        by_run.setdefault(entry.run, []).append(entry)
+    return SchedulerStatus(
+        term=ctx.term,
+        build=ctx.build,
+        uptime_s=now - ctx.started_s,
+        runs=tuple(
+            _run(ctx, run, by_run.get(run.name, [])) for run in ordered if run.name not in hidden
+        ),
+        agents=tuple(_agent(ctx, name) for name in sorted(ctx.agents)),
+        counters=ctx.counters(),
+    )
+
+
+def _run(ctx: Context, run: Run, evaluations: list[Evaluation]) -> RunStatus:
+    statuses = [
+        status
+        for entry in sorted(evaluations, key=lambda entry: entry.id)
+        for status in evaluation.statuses(entry)
+    ]
+    policies = [ctx.tables.policies[policy_id(run.name, name)] for name in run.spec.policies]
+    rows: list[AccountingRow] = []
+    for policy in policies:
+        for kind in ("train", "eval"):
+            books = ctx.tables.accounts.get(f"{policy.id}|{kind}")
+            if books is not None:
+                rows.append(copy(books.row))
+    return RunStatus(
+        name=run.name,
+        state=run.state,
+        reason=run.reason or run.finishing,
+        policies=tuple(_policy(ctx, run, policy, statuses) for policy in policies),
+        accounting=tuple(rows),
+    )
+
+
+def _policy(
+    ctx: Context, run: Run, policy: Policy, statuses: list[EvaluationStatus]
+) -> PolicyStatus:
+    live = ctx.policies.get(policy.id)
+    head = ctx.tables.versions.get(f"{policy.id}@{policy.head}")
+    return PolicyStatus(
+        policy=policy.id,
+        trainer=trainers.state(ctx, policy),
+        step=policy.step,
+        steps=run.spec.policies[policy.name].steps,
+        head_version=policy.head,
+        head_digest="" if head is None else head.digest,
+        checkpoint_step=policy.checkpoint_step,
+        buffered_groups=0 if live is None else len(live.buffer),
+        last_step=policy.last_step,
+        evaluations=tuple(status for status in statuses if status.policy == policy.id),
+    )
+
+
+def _agent(ctx: Context, name: str) -> AgentStatus:
+    live = ctx.agents[name]
+    agent = ctx.tables.agents[name]
+    token_s = live.estimate.token_s.value
+    return AgentStatus(
+        name=name,
+        state=live.state,
+        slots=agent.slots,
+        running_sequences=live.running_sequences,
+        leases=len(live.leases),
+        rtt_s=live.estimate.rtt_s.value,
+        rate_tokens_s=None if not token_s else 1.0 / token_s,
+        tokens_generated=live.tokens_generated,
+        bytes_up=live.bytes_up,
+        bytes_down=live.bytes_down,
+        versions={policy: ref.version for policy, ref in agent.versions.items()},
+        digests={policy: ref.digest for policy, ref in agent.versions.items()},
+        groups_done=agent.groups_done,
+        attempts_failed=agent.attempts_failed,
+    )
