@@ -72,10 +72,6 @@ class _Copy:
     deltas: tuple[StoredManifest, ...]
     artefacts: tuple[FileEntry, ...]
 
-    @property
-    def manifest(self) -> StoredManifest:
-        return self.deltas[-1] if self.deltas else self.base_manifest
-
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
@@ -353,11 +349,12 @@ class WeightCopies:
 
     def _fold(self, policy: str) -> None:
         copy = self._copy(policy)
+        head = (copy.base_manifest, *copy.deltas)[-1]
         target = self._free_base(policy, copy.state.version)
         write_model_folder(target, copy.state.tensors, check_artefacts(copy.base, copy.artefacts))
         # Read back and compared: the new base is proved, and memory is the page cache again.
-        state = checked_state(read_model_folder(target, mapped=True), copy.manifest.manifest)
-        self._switch(policy, _Copy(state, target, copy.manifest, (), copy.artefacts))
+        state = checked_state(read_model_folder(target, mapped=True), head.manifest)
+        self._switch(policy, _Copy(state, target, head, (), copy.artefacts))
 
     def _switch(self, policy: str, after: _Copy) -> None:
         record = _CopyRecord(

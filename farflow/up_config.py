@@ -8,6 +8,7 @@ from msgspec import Meta
 from cloud_trainer.config import TrainerTable
 from edge_agent.config import AgentTable
 from scheduler.config import SchedulerTable
+from sim.link_profile import load_profiles, profile_from_table
 from transport.errors import ConfigError
 from transport.ids import NAME_RULE, is_name
 from transport.runtime.config import convert, merge
@@ -56,6 +57,9 @@ def up_config(data: dict[str, Any]) -> tuple[UpConfig, list[LocalAgent]]:
     if "local" not in data:
         raise ConfigError("[local]: missing; `farflow up` needs [local.agents.NAME] tables")
     config = convert({k: data[k] for k in UpConfig.__struct_fields__ if k in data}, UpConfig)
+    shipped = load_profiles()
+    own = {name: profile_from_table(name, table) for name, table in config.links.items()}
+    known = sorted({*shipped, *own})
     agents = []
     for name, overrides in sorted(config.local.agents.items()):
         if not is_name(name):
@@ -63,8 +67,11 @@ def up_config(data: dict[str, Any]) -> tuple[UpConfig, list[LocalAgent]]:
         settings = dict(overrides)
         link = settings.pop("link", "local")
         late = settings.pop("join_after_s", 0.0)
-        if not isinstance(link, str):
-            raise ConfigError(f"local.agents.{name}.link: must be the name of a link profile")
+        if link not in known:
+            raise ConfigError(
+                f"local.agents.{name}.link: no link profile {link!r}; known are "
+                f"{', '.join(known)}; add your own as [links.NAME]"
+            )
         if not isinstance(late, int | float) or late < 0:
             raise ConfigError(f"local.agents.{name}.join_after_s: must be seconds >= 0")
         convert(merge(data.get("agent", {}), settings), AgentTable, f"local.agents.{name}")

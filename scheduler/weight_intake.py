@@ -33,7 +33,12 @@ from transport.keys import SignerKey, load_signers
 from transport.messages import Chunk, VersionDurable, VersionOffer, VersionRejected
 from transport.runtime.clock import Clock
 from transport.weights.blobs import BlobFolder
-from transport.weights.manifest import SignedManifest, VersionManifest, verify
+from transport.weights.manifest import (
+    SignedManifest,
+    VersionManifest,
+    decode_manifest,
+    verify,
+)
 
 ABANDON_S: Final = 10.0
 """A version that was not offered again for so long makes room for another one of its policy."""
@@ -56,18 +61,19 @@ class Trust:
         self._looked_s = float("-inf")
         self.signers: dict[str, SignerKey] = {}
 
-    def knows(self, key_id: str) -> bool:
+    def look(self, for_key_id: str = "") -> None:
+        """Read the folder, unless the key is known or the last look was a moment ago."""
         now = self._clock.monotonic_s()
-        if key_id not in self.signers and now - self._looked_s >= SIGNERS_S:
-            self._looked_s = now
-            try:
-                found = load_signers(self._folder)
-            except ConfigError as error:
-                _log.warning("signers.not_read", reason=str(error))
-            else:
-                self.signers.clear()
-                self.signers.update(found)
-        return key_id in self.signers
+        if for_key_id in self.signers or now - self._looked_s < SIGNERS_S:
+            return
+        self._looked_s = now
+        try:
+            found = load_signers(self._folder)
+        except ConfigError as error:
+            _log.warning("signers.not_read", reason=str(error))
+            return
+        self.signers.clear()
+        self.signers.update(found)
 
 
 class _Offer(NamedTuple):
@@ -142,23 +148,20 @@ class Intake:
         return {"offers": self._consider_offers()}
 
     async def close(self) -> None:
-        tasks = [upload.task for upload in self._uploads.values() if upload.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._disk.close)
 
     # ---- offers -------------------------------------------------------------------------------
 
     async def _consider_offers(self) -> None:
-        while True:
-            await self._offered.wait()
-            self._offered.clear()
-            offers, self._offers = list(self._offers.values()), {}
-            for offer in offers:
-                await self._consider(offer)
+        async with asyncio.TaskGroup() as uploads:  # a bug in one ends the process, not only it
+            while True:
+                await self._offered.wait()
+                self._offered.clear()
+                offers, self._offers = list(self._offers.values()), {}
+                for offer in offers:
+                    await self._consider(offer, uploads)
 
-    async def _consider(self, offer: _Offer) -> None:
+    async def _consider(self, offer: _Offer, uploads: asyncio.TaskGroup) -> None:
         upload = self._uploads.get(offer.policy)
         now = self._clock.monotonic_s()
         if upload is not None and upload.signed.manifest == offer.signed.manifest:
@@ -183,11 +186,11 @@ class Intake:
             await asyncio.gather(upload.task, return_exceptions=True)
         upload = _Upload(manifest, offer.signed, offer.route, now)
         self._uploads[offer.policy] = upload
-        upload.task = asyncio.create_task(self._bring_in(upload), name=f"upload {offer.policy}")
+        upload.task = uploads.create_task(self._bring_in(upload), name=f"upload {offer.policy}")
 
     def _check(self, offer: _Offer) -> tuple[VersionManifest, bool]:
         """In the library's thread: the manifest, and whether the version is there already."""
-        self._trust.knows(offer.signed.key_id)
+        self._trust.look(offer.signed.key_id)
         manifest = verify(offer.signed, self._trust.signers)
         if manifest.policy != offer.policy:
             raise AuthenticationFailed(
@@ -205,13 +208,14 @@ class Intake:
         return manifest, False
 
     def _reject(self, offer: _Offer, error: ProtocolError | IntegrityError) -> None:
-        # The number is for the trainer's bookkeeping alone; an unreadable manifest has none.
-        upload_version = _claimed_version(offer.signed)
         _log.warning("version.rejected", policy=offer.policy, code=error.code, reason=str(error))
         self._hub.send(
             offer.route,
             VersionRejected(
-                policy=offer.policy, version=upload_version, code=error.code, message=str(error)
+                policy=offer.policy,
+                version=_claimed_version(offer.signed),
+                code=error.code,
+                message=str(error),
             ),
         )
 
@@ -312,9 +316,8 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
 
 
 def _claimed_version(signed: SignedManifest) -> int:
-    """What an unverified manifest says its number is; -1 when it cannot be read."""
-    from transport.weights.manifest import decode_manifest
-
+    """What an unverified manifest says its number is, for the trainer's bookkeeping alone; -1 when
+    it cannot be read."""
     try:
         return decode_manifest(signed.manifest).version
     except (ProtocolError, IntegrityError):

@@ -214,6 +214,7 @@ class ChunkFetcher:
         self._max_attempts = max_attempts
         self._requests: dict[tuple[str, int], _Request] = {}
         self._outstanding_bytes = 0
+        self._nothing_expires_before = 0.0
         self.counters = FetchCounters()
         self.failed: str | None = None
         """Stable code once the fetch is hopeless: ``chunk.attempts`` or ``chunk.not_found``."""
@@ -265,8 +266,10 @@ class ChunkFetcher:
             lone = self._outstanding_bytes + size <= MIN_CHUNKS * self.window.chunk_bytes
             self._outstanding_bytes += size
             patience = self.window.timeout_s(self._outstanding_bytes) * 2 ** (attempt - 1)
+            deadline_s = now + min(patience, MAX_TIMEOUT_S)
+            self._nothing_expires_before = min(self._nothing_expires_before, deadline_s)
             self._requests[digest, index] = _Request(
-                now, now + min(patience, MAX_TIMEOUT_S), size, self.window.delivered_bytes, lone
+                now, deadline_s, size, self.window.delivered_bytes, lone
             )
             if not batches or batches[-1][0] != digest or len(batches[-1][1]) >= MAX_INDICES:
                 batches.append((digest, []))
@@ -334,11 +337,14 @@ class ChunkFetcher:
         self._wanted.extend((digest, index) for index in sorted(file.missing))
 
     def _expire(self, now: float) -> None:
+        if now < self._nothing_expires_before:
+            return
         late = [key for key, request in self._requests.items() if request.deadline_s <= now]
         for digest, index in reversed(late):
             self._forget(digest, index)
             self.counters.timed_out += 1
             self._wanted.appendleft((digest, index))
+        self._nothing_expires_before = self.next_deadline() or 0.0
 
     def _forget(self, digest: str, index: int) -> _Request | None:
         request = self._requests.pop((digest, index), None)

@@ -85,6 +85,11 @@ class Hub(Protocol):
     def last_failure(self) -> str:
         """Why the latest of them failed, for people; "" before the first."""
 
+    @property
+    def dropped(self) -> int:
+        """Messages received and not passed on: of a key that is no longer known, with too many
+        frames, or from a peer that names its own route."""
+
     def send(self, route: bytes, frames: Sequence[bytes]) -> None:
         """Hand one message to the peer behind ``route``.
 

@@ -40,8 +40,11 @@ class _Inbox(Generic[T]):
         self._waiting.append(message)
         self._filled.set()
 
-    def keep(self, wanted: Callable[[T], bool]) -> None:
+    def keep(self, wanted: Callable[[T], bool]) -> int:
+        """Drop the rest; returns how many."""
+        before = len(self._waiting)
         self._waiting = deque(message for message in self._waiting if wanted(message))
+        return before - len(self._waiting)
 
     async def get(self) -> list[T]:
         if self._receiving:
@@ -84,6 +87,7 @@ class MemoryHub:
         self.port = port
         self.handshake_failures = 0
         self.last_failure = ""
+        self.dropped = 0
         self._network = network
         self._options = options
         self._key = key
@@ -115,7 +119,7 @@ class MemoryHub:
         for link in [link for link in self._links.values() if link.identity == identity]:
             link.drop()
         if self._authorise is not None and self._authorise(identity) is None:
-            self._inbox.keep(lambda message: message.identity != identity)
+            self.dropped += self._inbox.keep(lambda message: message.identity != identity)
 
     async def close(self) -> None:
         if self._inbox.closed:

@@ -373,8 +373,9 @@ class ZmqNetwork:
         if self._zap is not None:
             self._zap.close()
             self._zap = None
-        # Blocks while the I/O thread flushes; by then nothing of ours uses the context.
-        await asyncio.to_thread(self.context.term)
+        # Blocks while the I/O thread flushes; destroy also takes a socket that a failed
+        # construction may have left, which would block it for ever.
+        await asyncio.to_thread(self.context.destroy, 0)
 
     def _socket(self, kind: int, endpoint: str, options: LinkOptions) -> ZmqSocket:
         socket = self.context.socket(kind)

@@ -129,6 +129,7 @@ class End(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
         self.handshake_failures = 0
         self.last_failure = ""
+        self.dropped = 0
         self._readiness = Readiness(socket, self._wake)
         self._monitor = Monitor(context, socket, events | HANDSHAKE_FAILURES, self._event)
 
@@ -168,7 +169,9 @@ class End(Generic[T]):
                 if count <= most:
                     frames.append(frame)
             message = self._accept(frames) if count <= most else None
-            if message is not None:
+            if message is None:
+                self.dropped += 1
+            else:
                 batch.append(message)
         return batch, False
 

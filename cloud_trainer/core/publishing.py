@@ -83,7 +83,7 @@ class Publications:
 
     def is_ready(self, number: int) -> bool:
         """Whether a version would survive our death: its files are durable here or there."""
-        return True
+        return all(v.offer is not None for v in self._queue if v.number == number)
 
     def is_durable(self, number: int) -> bool:
         """Whether the store has this version, which was added once."""

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def uniform_numbers(
-    seed: int, request_id: str, sibling: int, count: int
-) -> NDArray[np.float32]:
+def uniform_numbers(seed: int, request_id: str, sibling: int, count: int) -> NDArray[np.float32]:
     """[count] numbers in [0, 1) that belong to one sequence: the same for the same arguments, and
-    unrelated for others (Philox, arXiv-free: Salmon et al., SC 2011)."""
+    unrelated for others (counter-based generator Philox: Salmon et al., SC 2011)."""
     name = f"{seed}\0{request_id}\0{sibling}".encode()
     key = int.from_bytes(hashlib.blake2b(name, digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key)).random(count, np.float32)
@@ -65,5 +63,6 @@ def _nucleus(log_probabilities: "torch.Tensor", top_p: "torch.Tensor") -> "torch
     # The most likely token stays whatever the rounding; top_p 1 keeps the row as it was.
     outside = (before >= top_p[:, None]) & (top_p < 1.0)[:, None]
     outside[:, 0] = False
-    kept = log_probabilities.masked_fill(torch.zeros_like(outside).scatter(1, index, outside), -torch.inf)
+    dropped = torch.zeros_like(outside).scatter(1, index, outside)
+    kept = log_probabilities.masked_fill(dropped, -torch.inf)
     return torch.where((top_p < 1.0)[:, None], kept.log_softmax(dim=-1), log_probabilities)

@@ -14,7 +14,7 @@ their share back by themselves). The second term stops a group that no step is l
 Example: L = 1, B = 4, S = 10, step 9 running (s = 8, r = 4): min(8, 8) - w - 4 leaves room for the
 4 groups of step 10 and no more.
 
-What always holds: ``room`` counts a running batch, because the version that it makes is not out yet.
+What always holds: ``room`` counts a running batch, because its version is not out yet.
 """
 
 from scheduler.core.accounting import waiting

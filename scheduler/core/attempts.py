@@ -3,10 +3,10 @@
     offered -> leased -> ended                    ended: result, failure, decline, revocation
         \\         \\-> stray -> leased | ended     stray: agent lost, or no longer lists it
 
-What always holds: an attempt has one ``Lease`` and is in ``Job.attempts``, or it is over; an agent's
-``load`` is the sequences of its counted leases, which a stray or spooled one is not; a job with an
-attempt that is not stray is in flight, one without is queued (now or after its back-off); losing
-an agent never revokes. A fence is (term, counter) and never given twice.
+What always holds: an attempt has one ``Lease`` and is in ``Job.attempts``, or it is over; the
+``load`` of an agent is the sequences of its counted leases, which a stray or spooled one is not; a
+job with an attempt that is not stray is in flight, one without is queued (now or after its
+back-off); losing an agent never revokes. A fence is (term, counter) and never given twice.
 """
 
 from scheduler.core.accounting import move

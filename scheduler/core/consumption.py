@@ -223,9 +223,7 @@ def record_steps(ctx: Context, policy: Policy, *, everything: bool = False) -> N
         ctx.effects.append(RecordStep(policy.run, pending.status, pending.metrics))
 
 
-def _set_head(
-    ctx: Context, policy: Policy, step: int, version: int, *, parent: int | None
-) -> None:
+def _set_head(ctx: Context, policy: Policy, step: int, version: int, *, parent: int | None) -> None:
     live = ctx.policies[policy.id]
     if version not in live.tree.nodes:
         node = Version(policy=policy.id, version=version, parent=parent, step=step)
@@ -306,9 +304,7 @@ def _step_status(ctx: Context, policy: Policy, message: StepReport) -> StepStatu
 
 
 def _with_size(status: StepStatus, node: Version) -> StepStatus:
-    return msgspec.structs.replace(
-        status, delta_bytes=node.delta_bytes, full_bytes=node.full_bytes
-    )
+    return msgspec.structs.replace(status, delta_bytes=node.delta_bytes, full_bytes=node.full_bytes)
 
 
 def _open_pins(ctx: Context, policy: str) -> list[int]:

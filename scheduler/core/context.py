@@ -52,13 +52,15 @@ class Lease:
 
 @dataclass(slots=True)
 class AgentLive:
-    """What this life knows of an agent. ``load`` is sequences of its counted leases."""
+    """What this life knows of an agent. ``load`` is sequences of its counted leases,
+    ``most_slots`` the most that it ever said it has."""
 
     name: str
     state: AgentState
     heartbeat_s: float
     heard_s: float
     load: int = 0
+    most_slots: int = 0
     leases: dict[str, Lease] = field(default_factory=dict)
     blocked_until_s: float = 0.0
     declines: int = 0
@@ -276,6 +278,7 @@ class Context:
 
     def refresh_open(self, agent: Agent, live: AgentLive) -> None:
         """Bring ``open_agents`` up to date after a change of state, block or load."""
+        live.most_slots = max(live.most_slots, agent.slots)
         prefetch = self.settings.prefetch_groups
         room = agent.slots + max(0, prefetch - 1) * self.largest_group - live.load
         is_open = (

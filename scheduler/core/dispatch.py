@@ -244,9 +244,7 @@ def _serves(ctx: Context, run: Run, agent: Agent) -> bool:
     return True
 
 
-def _may_pin(
-    ctx: Context, job: Job, agent: Agent, live: AgentLive, pinned: dict[str, int]
-) -> bool:
+def _may_pin(ctx: Context, job: Job, agent: Agent, live: AgentLive, pinned: dict[str, int]) -> bool:
     """Whether the agent can still come to the pinned versions, and to no other pin meanwhile."""
     if agent.name in ctx.evaluations[job.evaluation].declined:
         return False

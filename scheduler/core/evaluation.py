@@ -82,10 +82,9 @@ def items_produced(ctx: Context, run: Run, start: int, items: tuple[Item, ...]) 
 
 def produce_due(ctx: Context, id: str) -> None:
     """Items did not come: ask again."""
-    evaluation = ctx.tables.evaluations.get(id)
-    if evaluation is not None and id in ctx.evaluations:
-        ctx.evaluations[id].asked_until = evaluation.next_item
-        ctx.due_runs[evaluation.run] = None
+    evaluation = ctx.tables.evaluations[id]
+    ctx.evaluations[id].asked_until = evaluation.next_item
+    ctx.due_runs[evaluation.run] = None
 
 
 def restart_unservable(ctx: Context, run: Run) -> None:

@@ -126,4 +126,3 @@ def backoff_s(ctx: Context, failures: int) -> float:
     settings = ctx.settings
     most = min(settings.retry_backoff_max_s, settings.retry_backoff_s * 2 ** min(failures - 1, 30))
     return ctx.rng.uniform(0.0, most)
-

@@ -24,6 +24,7 @@ from scheduler.core import (
     consumption,
     dispatch,
     evaluation,
+    intake,
     invariants,
     loading,
     results,
@@ -213,11 +214,13 @@ class SchedulerCore:
                 agents.forget_due(ctx, id)
             case "trainer":
                 trainers.liveness_due(ctx, id)
+            case "produce" if id in ctx.evaluations:
+                evaluation.produce_due(ctx, id)
             case "produce":
-                runs.produce_due(ctx, id)
+                intake.produce_due(ctx, id)
             case "release":
                 results.repeat_releases(ctx, TRAJECTORY_LOG)
-            case "sweep":
+            case _:
                 self._sweep()
 
     def _sweep(self) -> None:

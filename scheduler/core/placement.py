@@ -57,7 +57,8 @@ class JobView(msgspec.Struct, frozen=True):
 
 class Candidate(msgspec.Struct, frozen=True):
     """An agent with room. ``load`` is sequences it holds already, ``token_s`` seconds per token
-    of one sequence, ``lags`` belongs to ``JobView.policies``, ``idle_s`` is since its last offer."""
+    of one sequence, ``lags`` belongs to ``JobView.policies``, ``idle_s`` is time since its last
+    offer."""
 
     agent: str
     slots: int

@@ -7,9 +7,11 @@ while a policy has room (``admission``); every live run has had its task source 
 life; a finished run has no jobs, no open evaluations and no versions, and its name is taken.
 """
 
+from collections.abc import Callable
+
 from scheduler.core import agents, consumption, evaluation, intake, jobs, trainers
 from scheduler.core.accounting import account
-from scheduler.core.admission import trained_policies
+from scheduler.core.admission import spec_of, trained_policies
 from scheduler.core.buffers import Buffer
 from scheduler.core.context import Context, PolicyLive, RunLive
 from scheduler.core.effects import RunEnded, StartTaskSource, StopTaskSource
@@ -19,6 +21,7 @@ from scheduler.core.versions import VersionTree
 from transport.ids import NAME_RULE, is_name, policy_id
 from transport.messages import CommandReply, Item, RunCommand, RunState, RunSubmit
 from transport.runs import RunSpec
+
 
 def submit_run(ctx: Context, message: RunSubmit) -> CommandReply:
     """Take a run; the same one again is harmless."""
@@ -52,7 +55,8 @@ def index_run(ctx: Context, run: Run) -> None:
     ctx.runs[run.name] = RunLive(RunEstimate(workflow.max_new_tokens, workflow.group_size))
     for name in run.spec.policies:
         policy = ctx.tables.policies[policy_id(run.name, name)]
-        live = PolicyLive(VersionTree(), Buffer(_deadline_of(ctx, policy)), ctx.now)
+        tree = VersionTree()
+        live = PolicyLive(tree, Buffer(_deadline_of(ctx, policy, tree)), ctx.now)
         ctx.policies[policy.id] = live
         if policy.last_step is not None:
             live.busy_s.observe(max(0.0, policy.last_step.busy_s))
@@ -174,9 +178,7 @@ def _fault(spec: RunSpec) -> str:
     used = spec.workflow.policies
     unknown = next((name for name in used if name not in spec.policies), None)
     if unknown is not None or not used:
-        return (
-            f"workflow.policies: {unknown or 'empty'}; policies are {', '.join(spec.policies)}"
-        )
+        return f"workflow.policies: {unknown or 'empty'}; policies are {', '.join(spec.policies)}"
     idle = next((n for n, p in spec.policies.items() if p.trained and n not in used), None)
     if idle is not None:
         return f"policies.{idle}: trained, but workflow.policies does not use it"
@@ -234,3 +236,8 @@ def _finish(ctx: Context, run: Run, reason: str) -> None:
     ctx.runs_changed()
     agents.tell_hosted(ctx)
 
+
+def _deadline_of(ctx: Context, policy: Policy, tree: VersionTree) -> Callable[[str], int | None]:
+    """The last head step at which a job's result may be trained on by this policy."""
+    bound = spec_of(ctx, policy).max_policy_lag
+    return lambda job: tree.deadline(ctx.tables.jobs[job].copies[policy.id].oldest, bound)

@@ -50,8 +50,8 @@ def allowed(folder: Path, keys: DeploymentKeys) -> AllowList:
     return AllowList(folder / "authorized", now=0.0)
 
 
-@pytest.fixture
-def hub(network: ZmqNetwork, keys: DeploymentKeys, allowed: AllowList) -> ZmqHub:
+@pytest_asyncio.fixture
+async def hub(network: ZmqNetwork, keys: DeploymentKeys, allowed: AllowList) -> ZmqHub:
     return network.hub(ANY, OPTIONS, key=keys.server, authorise=allowed.lookup)
 
 
@@ -199,7 +199,7 @@ async def test_a_peer_cannot_choose_its_own_route(network, keys, hub):
         dealer.connect(hub.endpoint)
         dealer.send_multipart([HEAD, b"as tokyo"])
         receiving = asyncio.create_task(hear(hub))
-        await asyncio.sleep(0.05)
+        await eventually(lambda: hub.dropped == 1)
         assert not receiving.done()
         receiving.cancel()
         assert hub.peers == 0
@@ -212,6 +212,7 @@ async def test_a_message_of_too_many_frames_is_dropped_whole(network, keys, hub)
         dealer.send_multipart([HEAD] * 1000)
         dealer.send_multipart([HEAD, b"next"])
         assert (await hear(hub)).frames == [HEAD, b"next"]
+        assert hub.dropped == 1
 
 
 async def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(
@@ -306,11 +307,10 @@ async def test_a_path_that_went_dead_is_noticed_within_the_heartbeat_timeout(
     pumps: set[asyncio.Task] = set()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
                 await forwarding.wait()
                 writer.write(data)
-        writer.close()
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", hub.port)

@@ -259,6 +259,8 @@ class AgentMachine(RuleBasedStateMachine):
             else LeaseRevoke(attempt=name, fence=self.offers[name].fence, reason="r")
         )
         self.feed(FromScheduler(message=message))
+        if self.exited:
+            return
         assert name not in self.running
         assert name not in self.spool
         self.end(name, "forgotten")
@@ -408,7 +410,7 @@ class AgentMachine(RuleBasedStateMachine):
         self.now = end
         self.feed(Tick())
 
-    @precondition(lambda self: self.number > 3)
+    @precondition(lambda self: self.number > 15)
     @rule()
     def drain(self) -> None:
         self.feed(DrainRequested(reason="test"))

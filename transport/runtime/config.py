@@ -188,20 +188,13 @@ def _strict(value: Any, kind: Any, where: str) -> Any:
         if key not in fields:
             raise ConfigError(f"{path}: unknown key; known are {', '.join(sorted(fields))}")
         if isinstance(inner, str) and key.endswith("_bits_per_s"):
-            inner = _unit(parse_rate_bits_per_s, inner, path)
+            inner = parse_rate_bits_per_s(inner, path)
         elif isinstance(inner, str) and key.endswith("_s"):
-            inner = _unit(parse_duration_s, inner, path)
+            inner = parse_duration_s(inner, path)
         elif isinstance(inner, str) and key.endswith("_bytes"):
-            inner = _unit(parse_bytes, inner, path)
+            inner = parse_bytes(inner, path)
         result[key] = _strict(inner, fields[key].type, path)
     return result
-
-
-def _unit(parse: Any, text: str, path: str) -> Any:
-    try:
-        return parse(text)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def _struct_of(kind: Any) -> type[msgspec.Struct] | None:

@@ -140,10 +140,11 @@ def load_model(
         )
     weights = _name_weights(folder, model, tensors)
     try:
-        moved = model.to(device)
+        moved: PreTrainedModel = loaded[0].to(device)
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ModelError(f"{folder}: not to device {device!r}: {_short(error)}") from error
-    return LoadedModel(moved.eval(), weights)
+    moved.eval()  # type: ignore[no-untyped-call]
+    return LoadedModel(moved, weights)
 
 
 def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> "PreTrainedTokenizerBase":

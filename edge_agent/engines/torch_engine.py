@@ -1,0 +1,335 @@
+"""Generation with transformers and torch, on a CPU or one GPU.
+
+What always holds:
+
+1. One thread owns all models and does all decoding; the event loop only puts messages into its
+   inbox and gets answers through futures.
+2. Weights are swapped between two decode steps, and sequences in flight go on (``HostedPolicy``).
+3. On a CPU the model is computed in float32, which holds bf16 values exactly; elsewhere in its
+   published type. ``read_weights`` gives the published bits back.
+4. A request is answered, failed or cancelled; one that fails takes no other with it, except the
+   rows that were computed in the same batch when torch itself failed.
+
+Sequences are generated in waves: up to ``slots`` rows of one policy, in order of arrival, until all
+of them have ended. Between two waves the policy of the oldest waiting request gets its turn.
+"""
+
+import asyncio
+import contextlib
+import math
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import structlog
+
+from edge_agent.engine import Completion, EngineStats, GenerationRequest
+from edge_agent.engines.torch_decoding import Row, Wave
+from edge_agent.engines.torch_policy import HostedPolicy
+from transport.errors import EngineError, GenerationFailed, WeightApplyFailed
+from transport.runtime.clock import Clock, SystemClock
+from transport.weights.tensors import TensorBytes
+
+if TYPE_CHECKING:
+    import torch
+
+_log = structlog.get_logger()
+
+_TORCH_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model's own forward code raises."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request in the engine. ``future`` belongs to ``loop``; the rest to the worker."""
+
+    policy: HostedPolicy
+    rows: list[Row]
+    loop: asyncio.AbstractEventLoop
+    future: "asyncio.Future[list[Completion]]"
+    open_rows: int
+
+    def abort(self) -> None:
+        for row in self.rows:
+            row.aborted = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    policy: HostedPolicy
+    version: int
+    tensors: "Mapping[str, torch.Tensor]"
+    loop: asyncio.AbstractEventLoop
+    future: "asyncio.Future[float]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    pass
+
+
+class TorchEngine:
+    """``Engine`` over transformers. ``dtype`` auto: float32 on a CPU, published type elsewhere."""
+
+    def __init__(
+        self,
+        slots: int,
+        device: str = "cpu",
+        threads: int = 1,
+        dtype: Literal["auto", "float32"] = "auto",
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        self.slots = slots
+        self._device = device
+        self._threads = threads
+        self._compute: Literal["float32", "published"] = (
+            "float32" if dtype == "float32" or device.startswith("cpu") else "published"
+        )
+        self._clock = clock or SystemClock()
+        self._changing = asyncio.Lock()  # loading and applying, one after the other
+        self._policies: dict[str, HostedPolicy] = {}
+        # SimpleQueue.put never waits, so the event loop is never held up by the worker.
+        self._inbox: queue.SimpleQueue[_Job | _Swap | _Close] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        # Below: the worker's own; others only read the numbers.
+        self._jobs: dict[int, _Job] = {}  # by identity: all that were not answered yet
+        self._waiting: deque[tuple[_Job, Row]] = deque()
+        self._closing = False
+        self._tokens_generated = 0
+        self._busy_s = 0.0
+        self._running = 0
+
+    # ---- event loop ------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the worker thread; harmless when it runs."""
+        if self._thread is None:
+            self._closing = False
+            self._thread = threading.Thread(target=self._work, name="torch-engine", daemon=True)
+            self._thread.start()
+
+    async def close(self) -> None:
+        """Fail what is in the engine and end the worker after its current step."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._inbox.put(_Close())
+            await asyncio.to_thread(thread.join)
+
+    def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
+        """See ``Engine.encode``; raises GenerationFailed when the policy is not loaded."""
+        return self._hosted(policy).encode(prompt)
+
+    def decode(self, policy: str, tokens: Sequence[int]) -> str:
+        """See ``Engine.decode``; raises GenerationFailed when the policy is not loaded."""
+        return self._hosted(policy).decode(tokens)
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """See ``Engine.generate``."""
+        if self._thread is None:
+            raise GenerationFailed(f"{request.request_id}: the engine is not running")
+        policy = self._hosted(request.policy)
+        policy.check(request)
+        loop = asyncio.get_running_loop()
+        stop = policy.stop_tokens(request)
+        rows = [Row(request, sibling, stop) for sibling in range(request.n)]
+        job = _Job(policy, rows, loop, loop.create_future(), len(rows))
+        self._inbox.put(job)
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            job.abort()
+            raise
+
+    async def load_policy(self, policy: str, folder: Path, version: int) -> None:
+        """See ``Engine.load_policy``. Sequences in flight of a policy that is loaded anew end with
+        the weights that they began with."""
+        async with self._changing:
+            self._policies[policy] = await asyncio.to_thread(self._load, policy, folder, version)
+        _log.info("engine.policy_loaded", policy=policy, version=version, device=self._device)
+
+    async def apply(self, policy: str, version: int, tensors: Mapping[str, TensorBytes]) -> float:
+        """See ``Engine.apply``."""
+        async with self._changing:
+            hosted = self._policies.get(policy)
+            if hosted is None:
+                raise WeightApplyFailed(f"{policy} version {version}: the policy is not loaded")
+            staged = await asyncio.to_thread(self._stage, hosted, version, tensors)
+            if self._thread is None:
+                raise WeightApplyFailed(f"{policy} version {version}: the engine is not running")
+            loop = asyncio.get_running_loop()
+            swap = _Swap(hosted, version, staged, loop, loop.create_future())
+            self._inbox.put(swap)
+            return await swap.future
+
+    def version(self, policy: str) -> int | None:
+        """See ``Engine.version``."""
+        hosted = self._policies.get(policy)
+        return None if hosted is None else hosted.version
+
+    def read_weights(self, policy: str) -> Iterator[tuple[str, TensorBytes]]:
+        """See ``Engine.read_weights``: one version, also while another is swapped in."""
+        return self._hosted(policy).read_weights()
+
+    def stats(self) -> EngineStats:
+        """See ``Engine.stats``."""
+        return EngineStats(
+            tokens_generated=self._tokens_generated,
+            busy_s=self._busy_s,
+            running=self._running,
+            waiting=len(self._waiting) + self._inbox.qsize(),
+        )
+
+    def _hosted(self, policy: str) -> HostedPolicy:
+        try:
+            return self._policies[policy]
+        except KeyError:
+            raise GenerationFailed(f"policy {policy!r} is not loaded in this engine") from None
+
+    # ---- helper threads --------------------------------------------------------------------
+
+    def _load(self, name: str, folder: Path, version: int) -> HostedPolicy:
+        self._limit_threads()
+        return HostedPolicy(name, folder, version, device=self._device, compute=self._compute)
+
+    def _stage(
+        self, hosted: HostedPolicy, version: int, tensors: Mapping[str, TensorBytes]
+    ) -> "dict[str, torch.Tensor]":
+        self._limit_threads()
+        return hosted.stage(version, tensors)
+
+    def _limit_threads(self) -> None:
+        """The limit belongs to the calling thread (OpenMP)."""
+        import torch
+
+        torch.set_num_threads(self._threads)
+
+    # ---- worker ----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        import torch
+
+        self._limit_threads()
+        try:
+            with torch.inference_mode():
+                while not self._closing:
+                    self._receive(wait=not self._waiting)
+                    admitted = self._admit()
+                    if admitted:
+                        self._run_wave(admitted)
+        finally:
+            # Also after a crash: somebody who asks gets an answer until the engine is closed.
+            self._refuse_until_closed()
+
+    def _receive(self, *, wait: bool) -> None:
+        """Take all that is in the inbox. Swaps happen here: between two steps."""
+        while not self._closing:
+            try:
+                message = self._inbox.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            if isinstance(message, _Swap):
+                self._swap(message)
+            elif isinstance(message, _Job):
+                self._jobs[id(message)] = message
+                self._waiting.extend((message, row) for row in message.rows)
+            else:
+                self._closing = True
+
+    def _swap(self, swap: _Swap) -> None:
+        before_s = self._clock.monotonic_s()
+        swap.policy.swap(swap.version, swap.tensors)
+        _answer(swap.loop, swap.future, self._clock.monotonic_s() - before_s)
+
+    def _admit(self) -> list[tuple[_Job, Row]]:
+        """Up to ``slots`` waiting rows of the policy whose row waits longest."""
+        admitted: list[tuple[_Job, Row]] = []
+        others: deque[tuple[_Job, Row]] = deque()
+        for job, row in self._waiting:
+            if row.aborted:
+                self._jobs.pop(id(job), None)
+                continue
+            same = not admitted or job.policy is admitted[0][0].policy
+            (admitted if same and len(admitted) < self.slots else others).append((job, row))
+        self._waiting = others
+        return admitted
+
+    def _run_wave(self, admitted: list[tuple[_Job, Row]]) -> None:
+        policy = admitted[0][0].policy
+        jobs = {id(row): job for job, row in admitted}
+        began_s = self._clock.monotonic_s()
+        try:
+            rows = [row for _, row in admitted]
+            version = policy.version
+            wave = Wave(policy.forward, rows, version=version, device=self._device)
+            while wave.rows:
+                self._account(wave.rows, jobs)
+                now_s = self._clock.monotonic_s()
+                self._busy_s, began_s = self._busy_s + now_s - began_s, now_s
+                self._receive(wait=False)
+                if self._closing:
+                    break
+                wave.advance(policy.version)
+        except _TORCH_ERRORS as error:
+            _log.exception("engine.wave_failed", policy=policy.name, rows=len(admitted))
+            reason = f"{policy.name}: {type(error).__name__}: {error}"
+            for job in {id(job): job for job in jobs.values()}.values():
+                self._end(job, GenerationFailed(reason))
+        finally:
+            self._running = 0
+
+    def _account(self, rows: list[Row], jobs: Mapping[int, _Job]) -> None:
+        """Look at the tokens just drawn: count them, answer requests whose last row has ended."""
+        self._tokens_generated += len(rows)
+        self._running = sum(row.finish_reason is None for row in rows)
+        for row in rows:
+            job = jobs[id(row)]
+            if row.aborted:
+                self._jobs.pop(id(job), None)
+            elif math.isnan(row.logprobs[-1]):
+                where = f"{job.policy.name} version {row.versions[-1]}"
+                self._end(job, GenerationFailed(f"{where}: the logits are not finite"))
+            elif row.finish_reason is not None:
+                job.open_rows -= 1
+                if job.open_rows == 0:
+                    self._end(job, [each.completion() for each in job.rows])
+
+    def _end(self, job: _Job, result: list[Completion] | EngineError) -> None:
+        if isinstance(result, EngineError):
+            job.abort()
+        if self._jobs.pop(id(job), None) is not None:
+            _answer(job.loop, job.future, result)
+
+    def _refuse_until_closed(self) -> None:
+        closed = GenerationFailed("the engine is closed")
+        for job in list(self._jobs.values()):
+            self._end(job, closed)
+        self._waiting.clear()
+        while not self._closing:
+            message = self._inbox.get()
+            if isinstance(message, _Job):
+                _answer(message.loop, message.future, closed)
+            elif isinstance(message, _Swap):
+                _answer(message.loop, message.future, WeightApplyFailed("the engine is closed"))
+            else:
+                self._closing = True
+
+
+def _answer(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Any]", value: Any) -> None:
+    """Complete ``future`` in its loop, unless it is cancelled or the loop is gone."""
+
+    def complete() -> None:
+        if future.done():
+            return
+        if isinstance(value, EngineError):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        loop.call_soon_threadsafe(complete)

@@ -1,0 +1,209 @@
+"""The scheduler's loop: input to the core, its changes to disk, then its effects to the world.
+
+What always holds:
+
+1. Effects leave after the rows that they follow from are durable, and in the order in which the
+   core gave them, also when some batches changed nothing.
+2. Commits are made by one thread; while it waits for the disk the loop goes on collecting and
+   deciding, and everything that was decided meanwhile is committed together next time. What may
+   be ahead of the disk is bounded, and beyond that no more input is taken.
+3. The core's clock continues from where the store says the last life stopped.
+4. A disk that refuses ends the loop with its ``StoreError``: no effect of a lost commit leaves.
+
+The core is called on the event loop and nowhere else. No decision is made here.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
+
+import structlog
+
+from scheduler.core.effects import Effect
+from scheduler.core.events import Event, Tick
+from scheduler.core.machine import SchedulerCore
+from scheduler.event_log import EventLog
+from scheduler.service import Worker
+from scheduler.store import Change, SchedulerStore
+from transport.runtime.clock import Clock
+
+MAX_INPUT: Final = 20_000
+"""Events that wait for the core; more are left in the sockets."""
+
+MAX_BATCH: Final = 1024
+"""Events handled before their effects may leave: a bound on the delay of the first."""
+
+MAX_UNCOMMITTED: Final = 8192
+"""Events whose changes are not on disk yet."""
+
+CLOCK_COMMIT_S: Final = 5.0
+"""The core's clock is stored at least so often, also when no row changes."""
+
+HELD_UP_S: Final = 0.1
+"""A timer that is so late means that we were held up: what has arrived meanwhile goes first."""
+
+LAG_PROBE_S: Final = 0.25
+LAG_WARNING_S: Final = 0.5
+LAG_WINDOW_S: Final = 60.0
+
+_log = structlog.get_logger()
+
+
+class Decider:
+    """``execute`` carries out one effect; it is called on the loop and must not block."""
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        store: SchedulerStore,
+        writer: Worker,
+        event_log: EventLog,
+        clock: Clock,
+        execute: Callable[[Effect], None],
+    ) -> None:
+        self._core = core
+        self._store = store
+        self._writer = writer
+        self._event_log = event_log
+        self._clock = clock
+        self._execute = execute
+        self._start_s = clock.monotonic_s() - store.now
+        self._input: deque[Event] = deque()
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._inputs: list[tuple[float, Event]] = []
+        self._changes: list[Change] = []
+        self._effects: list[Effect] = []
+        self._decided_s = store.now
+        self._to_commit = asyncio.Event()
+        self._committed = asyncio.Event()
+        self.loop_lag_s = 0.0
+        """The longest that the event loop was held up within the last minute or so."""
+        self.commits = 0
+
+    def now(self) -> float:
+        """The core's clock."""
+        return self._clock.monotonic_s() - self._start_s
+
+    def put(self, event: Event) -> None:
+        """Queue an event for the core."""
+        self._input.append(event)
+        if len(self._input) >= MAX_INPUT:
+            self._room.clear()
+        self._wake.set()
+
+    async def has_room(self) -> None:
+        """Returns when more input may be taken."""
+        await self._room.wait()
+
+    def parts(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """What runs until cancelled.
+
+        Raises:
+            StoreError: a commit failed.
+            InvariantViolation: the core found itself inconsistent.
+        """
+        return {"decide": self._decide(), "commit": self._commit(), "lag": self._probe_lag()}
+
+    async def flush(self) -> None:
+        """Commit what was decided and execute it, for an orderly stop; the parts have ended."""
+        if self._inputs or self._changes or self._effects:
+            await self._commit_once()
+
+    # ---- deciding -----------------------------------------------------------------------------
+
+    async def _decide(self) -> None:
+        while True:
+            await self._wait_for_work()
+            while len(self._inputs) >= MAX_UNCOMMITTED:
+                self._committed.clear()
+                await self._committed.wait()
+            for _ in range(min(len(self._input), MAX_BATCH)):
+                self._handle(self._input.popleft())
+            if len(self._input) < MAX_INPUT:
+                self._room.set()
+            deadline = self._core.next_deadline()
+            # Timers fire only when nothing waits: nobody is lost while their message is queued.
+            if deadline is not None and deadline <= self.now() and not self._input:
+                self._handle(Tick())
+            self._changes += self._core.take_changes()
+            self._to_commit.set()
+
+    def _handle(self, event: Event) -> None:
+        now = self._decided_s = self.now()
+        self._inputs.append((now, event))
+        self._effects += self._core.handle(event, now)
+
+    async def _wait_for_work(self) -> None:
+        if self._input:
+            await asyncio.sleep(0)  # let the sockets and the commits have their turn
+            return
+        self._wake.clear()
+        deadline = self._core.next_deadline()
+        if deadline is None:
+            await self._wake.wait()
+            return
+        wait_s = deadline - self.now()
+        if wait_s > 0:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+        if self.now() - deadline > HELD_UP_S:
+            for _ in range(4):
+                await asyncio.sleep(0)
+
+    # ---- committing ---------------------------------------------------------------------------
+
+    async def _commit(self) -> None:
+        while True:
+            await self._to_commit.wait()
+            self._to_commit.clear()
+            await self._commit_once()
+
+    async def _commit_once(self) -> None:
+        inputs, self._inputs = self._inputs, []
+        changes, self._changes = self._changes, []
+        effects, self._effects = self._effects, []
+        now = self._decided_s
+        if changes or now - self._store.now >= CLOCK_COMMIT_S:
+            await self._writer.run(self._write, inputs, effects, changes, now)
+            self.commits += 1
+        elif inputs:
+            # Not waited for: nothing depends on it, and the thread keeps the order.
+            self._writer.submit(self._event_log.append, inputs, effects)
+        self._committed.set()
+        for effect in effects:
+            self._execute(effect)
+
+    def _write(
+        self,
+        inputs: Sequence[tuple[float, Event]],
+        effects: Sequence[Effect],
+        changes: Sequence[Change],
+        now: float,
+    ) -> None:
+        """In the writer's thread. The log first: an input that broke us must be in it."""
+        self._event_log.append(inputs, effects)
+        self._store.commit(changes, now)
+
+    # ---- lag ----------------------------------------------------------------------------------
+
+    async def _probe_lag(self) -> None:
+        window_ends_s = self._clock.monotonic_s() + LAG_WINDOW_S
+        worst_s = 0.0
+        while True:
+            before_s = self._clock.monotonic_s()
+            await asyncio.sleep(LAG_PROBE_S)
+            now_s = self._clock.monotonic_s()
+            lag_s = max(0.0, now_s - before_s - LAG_PROBE_S)
+            worst_s = max(worst_s, lag_s)
+            self.loop_lag_s = max(self.loop_lag_s, lag_s)
+            if lag_s >= LAG_WARNING_S:
+                _log.warning("loop.held_up", lag_s=round(lag_s, 3))
+            if now_s >= window_ends_s:
+                self.loop_lag_s, worst_s = worst_s, 0.0
+                window_ends_s = now_s + LAG_WINDOW_S

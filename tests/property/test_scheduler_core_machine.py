@@ -1,0 +1,177 @@
+"""The scheduler's core against a world that loses, repeats, dies and comes back.
+
+After every event the core checks all of its invariants (``Scene.feed``) and its rows must be all
+that a new life needs; the world checks what was promised to it (``core_world.World``): nothing is
+trained on twice along a lineage, no lag beyond the bound, no body released too early, no revoked
+attempt wins. At the end, left in peace, the run finishes and everything is given back.
+"""
+
+import os
+
+from core_builders import make_run
+from core_world import World
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler.core.settings import TRAJECTORY_LOG, WEIGHT_STORE
+
+AGENTS = st.sampled_from(["a0", "a1"])
+PLACES = st.integers(0, 3)
+PEERS = st.sampled_from(["a0", "a1", "t", "t", TRAJECTORY_LOG, WEIGHT_STORE])
+
+
+class SchedulerWorld(RuleBasedStateMachine):
+    """Anything may happen at any time."""
+
+    @initialize(
+        policies=st.sampled_from([("solver",), ("judge", "solver")]),
+        lag=st.integers(0, 2),
+        batch=st.integers(1, 3),
+        group=st.integers(1, 2),
+        evaluation=st.sampled_from(
+            [None, {"items": 5, "items_per_job": 2}, {"items": 3, "every_versions": 1}]
+        ),
+        prefetch=st.integers(0, 2),
+        placement=st.sampled_from(["finish-time", "finish-time", "least-outstanding"]),
+        shortlist=st.sampled_from([1, 64]),
+        seed=st.integers(0, 3),
+    )
+    def start(
+        self, policies, lag, batch, group, evaluation, prefetch, placement, shortlist, seed
+    ) -> None:
+        spec = make_run(
+            policies=policies,
+            policy={"steps": 3, "batch_groups": batch, "max_policy_lag": lag},
+            workflow={"group_size": group},
+            evaluation=evaluation,
+            max_attempts=50,
+        )
+        self.world = World(
+            spec,
+            seed=seed,
+            prefetch_groups=prefetch,
+            placement=placement,
+            shortlist=shortlist,
+        )
+        self.stopped = False
+
+    def _peer(self, name: str, at: int) -> str:
+        trainers = list(self.world.trainers)
+        return trainers[at % len(trainers)] if name == "t" else name
+
+    @rule(peer=PEERS, at=PLACES, count=st.integers(1, 6))
+    def messages_flow(self, peer, at, count) -> None:
+        name = self._peer(peer, at)
+        for _ in range(count):
+            self.world.arrive(name)
+            self.world.hear(name)
+
+    @rule(peer=PEERS, at=PLACES)
+    def message_arrives_twice(self, peer, at) -> None:
+        self.world.arrive(self._peer(peer, at), twice=True)
+
+    @rule(peer=PEERS, at=PLACES)
+    def connection_breaks(self, peer, at) -> None:
+        self.world.cut(self._peer(peer, at))
+
+    @rule(agent=AGENTS)
+    def agent_shows_life(self, agent) -> None:
+        self.world.agent_beats(agent)
+
+    @rule(agent=AGENTS, at=PLACES)
+    def agent_gets_weights(self, agent, at) -> None:
+        self.world.agent_updates(agent, self.world.policies[at % len(self.world.policies)])
+
+    @rule(agent=AGENTS, at=PLACES)
+    def agent_generates(self, agent, at) -> None:
+        self.world.agent_starts(agent, at) or self.world.agent_finishes(agent, at)
+
+    @rule(agent=AGENTS)
+    def agent_uploads(self, agent) -> None:
+        self.world.agent_uploads(agent)
+
+    @rule(agent=AGENTS, at=PLACES)
+    def attempt_fails(self, agent, at) -> None:
+        self.world.agent_fails(agent, at)
+
+    @rule(agent=AGENTS)
+    def agent_dies_or_returns(self, agent) -> None:
+        if self.world.agents[agent].alive:
+            self.world.agent_dies(agent)
+        else:
+            self.world.agent_returns(agent)
+
+    @rule(at=PLACES, again=st.booleans())
+    def log_announces(self, at, again) -> None:
+        self.world.log_announces(at, again=again)
+
+    @rule(at=PLACES)
+    def store_announces(self, at) -> None:
+        self.world.store_announces(at)
+
+    @rule(share=st.integers(1, 2))
+    def items_come(self, share) -> None:
+        self.world.produce(share)
+
+    @rule(at=PLACES)
+    def trainer_speaks(self, at) -> None:
+        self.world.trainer_speaks(self._peer("t", at))
+
+    @rule(at=PLACES)
+    def trainer_steps(self, at) -> None:
+        self.world.trainer_steps(self._peer("t", at))
+
+    @rule(at=PLACES)
+    def trainer_checkpoints(self, at) -> None:
+        self.world.trainer_checkpoints(self._peer("t", at))
+
+    @rule(at=PLACES)
+    def trainer_crashes(self, at) -> None:
+        self.world.trainer_crashes(self._peer("t", at))
+
+    @rule(seconds=st.sampled_from([0.1, 2.0, 7.0, 15.0]))
+    def time_passes(self, seconds) -> None:
+        self.world.pass_time(seconds)
+
+    @rule(count=st.integers(1, 3))
+    def all_goes_well_for_a_while(self, count) -> None:
+        for _ in range(count):
+            self.world.round()
+
+    @rule()
+    def scheduler_is_killed(self) -> None:
+        self.world.restart_core()
+
+    @rule(command=st.sampled_from(["pause", "resume"]))
+    def operator_commands(self, command) -> None:
+        self.world.commanded(command)
+
+    @precondition(lambda self: not self.stopped)
+    @rule(at=st.integers(0, 9))
+    def operator_stops(self, at) -> None:
+        if at == 9:
+            self.stopped = True
+            self.world.commanded("stop")
+
+    @invariant()
+    def rows_are_all_that_a_new_life_needs(self) -> None:
+        if hasattr(self, "world"):
+            scene = self.world.scene
+            rows = {(table, key): value for table, key, value in scene.core.dump()}
+            assert rows == scene.rows
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.commanded("resume")
+            self.world.finish()
+
+
+SchedulerWorld.TestCase.settings = settings(
+    max_examples=int(os.environ.get("FARFLOW_EXAMPLES", "25")),
+    stateful_step_count=40,
+    deadline=None,
+    derandomize="FARFLOW_EXAMPLES" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestSchedulerWorld = SchedulerWorld.TestCase
