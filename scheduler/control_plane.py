@@ -67,7 +67,8 @@ class ControlPlane:
                 return FromTrainer(peer.name, message)
             case Role.SERVICE:
                 return FromService(peer.name, message)
-        return None
+            case Role.SCHEDULER:  # nobody else has that key, and it may say nothing here
+                return None
 
     def send(self, peer: str, message: Message) -> None:
         """Hand a message to a peer, wherever it was heard from last."""

@@ -14,6 +14,7 @@ The core is called on the event loop and nowhere else. No decision is made here.
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
@@ -31,11 +32,14 @@ from transport.runtime.clock import Clock
 MAX_INPUT: Final = 20_000
 """Events that wait for the core; more are left in the sockets."""
 
-MAX_BATCH: Final = 1024
+MAX_BATCH: Final = 256
 """Events handled before their effects may leave: a bound on the delay of the first."""
 
 MAX_UNCOMMITTED: Final = 8192
 """Events whose changes are not on disk yet."""
+
+MAX_UNLOGGED: Final = 256
+"""Events that changed no row and wait to be written to the event log with the next commit."""
 
 CLOCK_COMMIT_S: Final = 5.0
 """The core's clock is stored at least so often, also when no row changes."""
@@ -77,6 +81,9 @@ class Decider:
         self._changes: list[Change] = []
         self._effects: list[Effect] = []
         self._decided_s = store.now
+        self._since_due = 0
+        self._unlogged: list[tuple[float, Event]] = []
+        self._unlogged_effects: list[Effect] = []
         self._to_commit = asyncio.Event()
         self._committed = asyncio.Event()
         self.loop_lag_s = 0.0
@@ -109,7 +116,8 @@ class Decider:
 
     async def flush(self) -> None:
         """Commit what was decided and execute it, for an orderly stop; the parts have ended."""
-        if self._inputs or self._changes or self._effects:
+        if self._inputs or self._unlogged:
+            self._decided_s = self.now()
             await self._commit_once()
 
     # ---- deciding -----------------------------------------------------------------------------
@@ -126,8 +134,12 @@ class Decider:
                 self._room.set()
             deadline = self._core.next_deadline()
             # Timers fire only when nothing waits: nobody is lost while their message is queued.
-            if deadline is not None and deadline <= self.now() and not self._input:
-                self._handle(Tick())
+            if deadline is not None and deadline <= self.now():
+                if not self._input or self._since_due >= MAX_INPUT:
+                    self._since_due = 0
+                    self._handle(Tick())
+                else:
+                    self._since_due += MAX_BATCH
             self._changes += self._core.take_changes()
             self._to_commit.set()
 
@@ -145,13 +157,9 @@ class Decider:
         if deadline is None:
             await self._wake.wait()
             return
-        wait_s = deadline - self.now()
-        if wait_s > 0:
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, deadline - self.now())):
+                await self._wake.wait()
         if self.now() - deadline > HELD_UP_S:
             for _ in range(4):
                 await asyncio.sleep(0)
@@ -169,12 +177,14 @@ class Decider:
         changes, self._changes = self._changes, []
         effects, self._effects = self._effects, []
         now = self._decided_s
-        if changes or now - self._store.now >= CLOCK_COMMIT_S:
-            await self._writer.run(self._write, inputs, effects, changes, now)
+        self._unlogged += inputs
+        self._unlogged_effects += effects
+        clock_due = now - self._store.now >= CLOCK_COMMIT_S
+        if changes or clock_due or len(self._unlogged) >= MAX_UNLOGGED:
+            to_log, self._unlogged = self._unlogged, []
+            effects_to_log, self._unlogged_effects = self._unlogged_effects, []
+            await self._writer.run(self._write, to_log, effects_to_log, changes, now)
             self.commits += 1
-        elif inputs:
-            # Not waited for: nothing depends on it, and the thread keeps the order.
-            self._writer.submit(self._event_log.append, inputs, effects)
         self._committed.set()
         for effect in effects:
             self._execute(effect)

@@ -38,7 +38,7 @@ import msgspec
 
 from transport.errors import StoreError
 from transport.messages import GroupSummary
-from transport.runtime.files import fsync_dir, lock_folder, private_dir, store_errors
+from transport.runtime.files import fsync_dir, private_dir, store_errors
 
 MAGIC: Final = b"fftr"
 _START: Final = struct.Struct("<4sIII")
@@ -81,13 +81,12 @@ class BodyStore:
     """Bodies by digest in one folder."""
 
     def __init__(self, folder: Path, *, segment_bytes: int, disk_bytes: int) -> None:
-        """Claim the folder (made if need be) and rebuild the index.
+        """Rebuild the index. The folder, made if need be, belongs to the caller.
 
         Raises:
-            StoreError: used by another process, or the disk refuses.
+            StoreError: the disk refuses.
         """
         self._folder = private_dir(folder)
-        self._lock = lock_folder(folder)
         self._segment_bytes = segment_bytes
         self._disk_bytes = disk_bytes
         self._bodies: dict[str, _Body] = {}
@@ -102,11 +101,7 @@ class BodyStore:
         """Cut off the last segment when the folder was opened."""
         self.damaged = 0
         """Records that are not what was written, found when the folder was opened."""
-        try:
-            self._load()
-        except BaseException:
-            self.close()
-            raise
+        self._load()
 
     def __len__(self) -> int:
         return len(self._bodies)
@@ -199,9 +194,8 @@ class BodyStore:
         return [digest for digest in digests if digest not in kept]
 
     def close(self) -> None:
-        """Give up the folder; idempotent."""
+        """Close the last segment; idempotent."""
         self._close_last()
-        self._lock.release()
 
     # ---- writing ------------------------------------------------------------------------------
 

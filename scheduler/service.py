@@ -25,11 +25,19 @@ from transport.keys import KeyPair
 from transport.links import Network
 from transport.messages import Message, Plane
 from transport.runtime.clock import Clock
-from transport.runtime.files import atomic_write, private_dir, read_limited
+from transport.runtime.files import (
+    FolderLock,
+    atomic_write,
+    lock_folder,
+    private_dir,
+    read_limited,
+)
 
 T = TypeVar("T")
 
 EXIT_FAILED: Final = 1
+CLAIM_S: Final = 10.0
+CLAIM_AGAIN_S: Final = 0.05
 _log = structlog.get_logger()
 
 
@@ -103,45 +111,64 @@ async def run_service(
         ConfigError: keys or addresses are wrong.
         StoreError: the folder cannot be used.
     """
-    transport = config.transport
     folder = private_dir(Path(config.scheduler.folder) / name)
-    own_key = KeyPair.load(Path(transport.keys) / f"{name}.toml")
-    hub_key = server_key(transport)
-    hub = PlaneHub(network, plane, transport, port=port, port_file=folder / "port", clock=clock)
-    control_options = link_options(transport, Plane.CONTROL)
-    service: Service | None = None
+    with await claim(folder, stop):
+        transport = config.transport
+        own_key = KeyPair.load(Path(transport.keys) / f"{name}.toml")
+        hub_key = server_key(transport)
+        hub = PlaneHub(network, plane, transport, port=port, port_file=folder / "port", clock=clock)
+        control_options = link_options(transport, Plane.CONTROL)
+        service: Service | None = None
 
-    def welcomed() -> None:
-        if service is not None:
-            service.welcomed()
+        def welcomed() -> None:
+            if service is not None:
+                service.welcomed()
 
-    def from_scheduler(message: Message) -> None:
-        if service is not None:
-            service.from_scheduler(message)
+        def from_scheduler(message: Message) -> None:
+            if service is not None:
+                service.from_scheduler(message)
 
-    control = ControlLink(
-        lambda: network.link(
-            f"tcp://{reachable(transport.host)}:{transport.control_port}",
-            control_options,
-            key=own_key,
-            server_key=hub_key.public_key,
-        ),
-        incarnation=next_incarnation(folder),
-        build=build_id(),
-        clock=clock,
-        rng=rng,
-        on_welcome=welcomed,
-        on_message=from_scheduler,
-    )
-    try:
-        service = open_service(Surroundings(config, folder, hub, clock, rng, control.send))
-        on_ready({"ready": True, "port": hub.port})
-        _log.info("service.ready", port=hub.port)
-        return await _run_parts(stop, hub, control, service)
-    finally:
-        if service is not None:
-            await service.close()
-        await hub.close()
+        control = ControlLink(
+            lambda: network.link(
+                f"tcp://{reachable(transport.host)}:{transport.control_port}",
+                control_options,
+                key=own_key,
+                server_key=hub_key.public_key,
+            ),
+            incarnation=next_incarnation(folder),
+            build=build_id(),
+            clock=clock,
+            rng=rng,
+            on_welcome=welcomed,
+            on_message=from_scheduler,
+        )
+        try:
+            service = open_service(Surroundings(config, folder, hub, clock, rng, control.send))
+            on_ready({"ready": True, "port": hub.port})
+            _log.info("service.ready", port=hub.port)
+            return await _run_parts(stop, hub, control, service)
+        finally:
+            if service is not None:
+                await service.close()
+            await hub.close()
+
+
+async def claim(folder: Path, stop: asyncio.Event) -> FolderLock:
+    """The folder's lock. A predecessor whose parent was killed ends within moments, and must have
+    let go of the port before we listen.
+
+    Raises:
+        StoreError: it does not end.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + CLAIM_S
+    while True:
+        try:
+            return lock_folder(folder)
+        except StoreError:
+            if loop.time() >= deadline or stop.is_set():
+                raise
+            await asyncio.sleep(CLAIM_AGAIN_S)
 
 
 async def _run_parts(

@@ -56,6 +56,7 @@ class TaskRunner:
         self._on_event = on_event
         self._rng = rng
         self._runs: dict[str, _RunSource] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     def start(self, run: RunSpec) -> None:
         """Starting a running one is harmless."""
@@ -71,16 +72,19 @@ class TaskRunner:
                 part = min(MAX_COUNT, start + count - first)
                 source.ask(SourceRequest(kind=kind, start=first, count=part))
 
-    async def stop(self, run: str) -> None:
+    def stop(self, run: str) -> None:
+        """End the run's process in the background; nothing more is heard of it."""
         source = self._runs.pop(run, None)
         if source is not None:
-            await source.close()
+            closing = asyncio.create_task(source.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Stop all of them."""
-        sources = list(self._runs.values())
-        self._runs.clear()
-        await asyncio.gather(*(source.close() for source in sources))
+        for run in list(self._runs):
+            self.stop(run)
+        await asyncio.gather(*self._closing)
 
 
 class _RunSource:

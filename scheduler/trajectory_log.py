@@ -86,7 +86,7 @@ class TrajectoryLog:
         """Rebuild the index from disk, which may take a while.
 
         Raises:
-            StoreError: the folder is used by another process, or the disk refuses.
+            StoreError: the disk refuses.
         """
         table = surroundings.config.scheduler
         self._hub = surroundings.hub

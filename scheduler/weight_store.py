@@ -40,7 +40,7 @@ from transport.messages import (
     WeightsRequest,
 )
 from transport.runtime.clock import Clock
-from transport.runtime.files import lock_folder, private_dir
+from transport.runtime.files import private_dir
 from transport.weights.manifest import VersionManifest
 
 NAME: Final = "weight-store"
@@ -89,7 +89,6 @@ class WeightStore:
         """
         config = surroundings.config
         folder = private_dir(surroundings.folder / "versions")
-        self._lock = lock_folder(surroundings.folder)
         self._hub = surroundings.hub
         self._clock = surroundings.clock
         self._tell = surroundings.tell
@@ -252,7 +251,6 @@ class WeightStore:
         await self._intake.close()
         await asyncio.to_thread(self._library.close)
         await asyncio.to_thread(self._reader.close)
-        self._lock.release()
 
     async def _announce_again(self) -> None:
         while True:

@@ -12,8 +12,9 @@ damaged is no longer offered.
                                       the version's own manifest proves what they add up to
     FOLDER/POLICY/blobs/SHA256        files of both; SHA256.part is still coming in
 
-Belongs to one thread. Costs: the head's weights in memory (the first version's are mapped), and
-on disk the deltas of the retained versions beside at most about three snapshots.
+Belongs to one thread; only ``read_chunk`` may be called beside it by another. Costs: the head's
+weights in memory (the first version's are mapped), and on disk the deltas of the retained versions
+beside at most about three snapshots.
 """
 
 from collections.abc import Collection, Mapping

@@ -115,7 +115,7 @@ class BatchFetch:
         self._polled = now
         for body in self._bodies.values():
             if body.state is _State.ASKED and body.due <= now:
-                pass
+                body.state, body.due = _State.WAITING, now
         sizes = self._open_sizes()
         open_count, open_bytes = len(sizes), sum(sizes)
         digests = []

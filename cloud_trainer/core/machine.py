@@ -203,7 +203,9 @@ class TrainerCore:
             effects.append(do.Exit(status=0, code="run.finished", message="the run is finished"))
 
     def _granted(self, grant: wire.BatchGrant, now: float, effects: list[Effect]) -> None:
-        expected = self.phase in (Phase.WAITING, Phase.FETCHING) and not self._ending()
+        expected = self.phase in (Phase.WAITING, Phase.FETCHING) and not self._orders.ending(
+            self.step
+        )
         mine = grant.policy == self._settings.policy and grant.step == self.step + 1
         if not (expected and mine and grant.groups):
             self._count("grant.ignored")
@@ -269,7 +271,7 @@ class TrainerCore:
         )
         effects.append(do.RecordStep(report=report))
         if self.session.joined:
-            effects.append(do.ToScheduler(message=report))
+            effects += self._reports.take(now)
         self.phase = Phase.WAITING
         self._idle_since = self._repeat_due = now
         self._note(now, f"step {self.step} done as version {self.head_version} on {parent}")
@@ -299,19 +301,16 @@ class TrainerCore:
         if self._orders.leaving and self.phase is not Phase.STEPPING:
             self._advance_leaving(now, effects)
             return
-        if self.phase is Phase.WAITING and self._ending():
+        if self.phase is Phase.WAITING and self._orders.ending(self.step):
             self.phase = Phase.FINISHING
         if self.phase is Phase.FINISHING:
             self._advance_finish(now, effects)
         if self.session.joined and self._repeats() and now >= self._repeat_due:
             self._repeat_due = now + self._settings.request_every_s
-            self._repeat(effects)
-
-    def _ending(self) -> bool:
-        return self._orders.ending(self.step)
+            self._repeat(now, effects)
 
     def _advance_batch(self, batch: Batch, now: float, effects: list[Effect]) -> None:
-        if self._ending():
+        if self._orders.ending(self.step):
             effects += batch.drop()
             self.batch, self.phase = None, Phase.WAITING
             return
@@ -361,14 +360,14 @@ class TrainerCore:
     def _repeats(self) -> bool:
         """Whether there is something that we keep telling the scheduler."""
         if self.phase is Phase.WAITING:
-            return not self._orders.paused and not self._ending()
+            return not self._orders.paused and not self._orders.ending(self.step)
         if self.batch is not None:
             return any(ref.job in self.batch.refused for ref in self.batch.groups)
         return self.phase is Phase.DONE
 
-    def _repeat(self, effects: list[Effect]) -> None:
+    def _repeat(self, now: float, effects: list[Effect]) -> None:
         policy = self._settings.policy
-        effects.extend(do.ToScheduler(message=report) for report in self._reports.unconfirmed())
+        effects += self._reports.take(now)
         if self.phase is Phase.DONE:
             final = wire.CheckpointReport(
                 policy=policy, step=self.step, version=self.head_version, final=True

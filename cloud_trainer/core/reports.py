@@ -6,6 +6,7 @@ until then it is sent again with every request and after every ``Welcome``.
 
 from collections import deque
 
+from cloud_trainer.core.effects import Effect, ToScheduler
 from transport.messages import GroupRef, StepReport
 
 _MOST = 64
@@ -17,6 +18,7 @@ class StepReports:
     def __init__(self, policy: str) -> None:
         self._policy = policy
         self._open: deque[StepReport] = deque(maxlen=_MOST)
+        self._sent: dict[int, float] = {}
 
     def add(
         self,
@@ -43,12 +45,18 @@ class StepReports:
                 "policy_lag_max": float(max(lags)),
             },
         )
+        if len(self._open) == _MOST:
+            self._sent.pop(self._open[0].step, None)
         self._open.append(report)
         return report
 
     def granted(self, step: int) -> None:
+        """Everything before ``step`` is known to the scheduler."""
         while self._open and self._open[0].step < step:
-            self._open.popleft()
+            self._sent.pop(self._open.popleft().step, None)
 
-    def unconfirmed(self) -> tuple[StepReport, ...]:
-        return tuple(self._open)
+    def take(self, now: float) -> list[Effect]:
+        """Send what is unconfirmed, but nothing twice at one moment."""
+        due = [report for report in self._open if self._sent.get(report.step) != now]
+        self._sent.update((report.step, now) for report in due)
+        return [ToScheduler(message=report) for report in due]

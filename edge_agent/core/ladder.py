@@ -11,6 +11,7 @@ jitter; while ``upto`` is set no version beyond it is fetched or swapped in.
                  +- BACKING OFF <- DISCARDING      (network trouble skips DISCARDING)
 """
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,9 @@ class Stage(StrEnum):
 class Ladder:
     """The weights of one policy on this agent; ``hosted`` false: the scheduler wants it no more."""
 
-    def __init__(self, policy: str, settings: AgentSettings, rng: "Random") -> None:
+    def __init__(
+        self, policy: str, settings: AgentSettings, rng: "Random", tickets: Iterator[int]
+    ) -> None:
         self.policy = policy
         self.hosted = True
         self.stage = Stage.OPENING
@@ -59,6 +62,7 @@ class Ladder:
         self.upto: int | None = None
         self._settings = settings
         self._rng = rng
+        self._tickets = tickets
         self._ticket = 0
         self._doubtful = False
         self._integrity_failures = 0
@@ -107,7 +111,7 @@ class Ladder:
         if self.stage is Stage.FETCHING and self._beyond(self.target):
             effects.append(CancelFetch(policy=self.policy, ticket=self._ticket))
             self.stage, self.target = Stage.IDLE, None
-            self._ticket += 1
+            self._ticket = next(self._tickets)
         if self.stage is Stage.IDLE:
             effects += self._request(now)
         return effects
@@ -118,7 +122,7 @@ class Ladder:
         stale = self.version is not None and plan.version <= self.version
         if self.stage is not Stage.IDLE or stale or not plan.steps or self._beyond(plan.version):
             return []
-        self._ticket += 1
+        self._ticket = next(self._tickets)
         self.stage, self.target = Stage.FETCHING, plan.version
         self._due_s = None
         return [FetchPlan(policy=self.policy, ticket=self._ticket, plan=plan)]
@@ -213,7 +217,7 @@ class Ladder:
         self.version, self.digest, self.target = None, "", None
         self.stage = Stage.DISCARDING
         self._due_s = None
-        self._ticket += 1
+        self._ticket = next(self._tickets)
         return [DiscardCopy(policy=self.policy)]
 
     def _back_off(self, now: float) -> None:

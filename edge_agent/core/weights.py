@@ -1,6 +1,7 @@
 """The ladders of all policies that an agent hosts, and what their events mean."""
 
 from collections.abc import Iterator
+from itertools import count
 from typing import TYPE_CHECKING
 
 from edge_agent.core.effects import Effect
@@ -31,6 +32,7 @@ class Weights:
         self._settings = settings
         self._journal = journal
         self._rng = rng
+        self._tickets = count(1)
         self._ladders: dict[str, Ladder] = {}
 
     def __iter__(self) -> Iterator[Ladder]:
@@ -40,8 +42,8 @@ class Weights:
         return self._ladders.get(policy)
 
     def of(self, policies: tuple[str, ...]) -> list[Ladder]:
-        """The ladders of policies that are known to be here."""
-        return [self._ladders[policy] for policy in policies]
+        """The ladders of those policies that are here."""
+        return [self._ladders[policy] for policy in policies if policy in self._ladders]
 
     def serving(self) -> dict[str, VersionRef]:
         found = {name: ladder.serving() for name, ladder in self._ladders.items()}
@@ -54,7 +56,7 @@ class Weights:
             ladder.hosted = ladder.policy in policies
         for policy in policies:
             if policy not in self._ladders:
-                self._ladders[policy] = Ladder(policy, self._settings, self._rng)
+                self._ladders[policy] = Ladder(policy, self._settings, self._rng, self._tickets)
                 effects += self._ladders[policy].open()
         return effects
 

@@ -151,7 +151,9 @@ class Work:
         return effects
 
     def _start_or_give_up(self, held: Attempt, now: float) -> list[Effect]:
-        ladders = self._weights.of(held.policies)
+        ladders = [ladder for ladder in self._weights.of(held.policies) if ladder.hosted]
+        if len(ladders) < len(held.policies):
+            return self.fail(held, "policy_unknown", "the policy is hosted here no more")
         if any(ladder.healing for ladder in ladders):
             return self.fail(held, "weights_unavailable", "the agent's copy is being healed")
         if now >= held.accepted_s + self._settings.attempt_timeout_s:

@@ -21,6 +21,7 @@ from transport.runtime.model_folder import (
     load_tokenizer,
     published_tensor,
     torch_tensor,
+    vocabulary_of,
 )
 from transport.weights.tensors import TensorBytes
 
@@ -47,9 +48,8 @@ class HostedPolicy:
         self, name: str, folder: Path, version: int, *, device: str, compute: ComputeType
     ) -> None:
         loaded = load_model(folder, device=device, compute=compute)
-        embedding: Any = loaded.model.get_input_embeddings()
         self.name = name
-        self._vocabulary = int(embedding.weight.shape[0])
+        self._vocabulary = vocabulary_of(loaded.model)
         self._tokenizer: Any = load_tokenizer(folder, vocabulary=self._vocabulary)
         try:
             self.forward = Forward(loaded.model)

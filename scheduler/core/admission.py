@@ -11,6 +11,11 @@ at most L more versions, so its lag stays within L if it starts at the head (ARe
 from what is open instead of from the beginning, so that filtered, expired and lost groups give
 their share back by themselves). The second term stops a group that no step is left for.
 
+Policies that learn from the same groups would drift apart if each took groups of its own whenever
+it had room first, and every group would serve one of them. So a policy with room waits for a full
+one of about its own pace, but never longer than that one's usual step: a slower, stuck or dead
+trainer costs the others nothing but its own copies.
+
 Example: L = 1, B = 4, S = 10, step 9 running (s = 8, r = 4): min(8, 8) - w - 4 leaves room for the
 4 groups of step 10 and no more.
 
@@ -22,6 +27,11 @@ from scheduler.core.context import Context
 from scheduler.core.state import Policy, Run
 from transport.ids import policy_id
 from transport.runs import PolicySpec
+
+SAME_PACE = 1.5
+"""How much longer another policy's step may be for it to be waited for."""
+PATIENCE = 1.5
+"""How many of its usual steps it is waited for."""
 
 
 def spec_of(ctx: Context, policy: Policy) -> PolicySpec:
@@ -53,11 +63,32 @@ def wants_groups(ctx: Context, policy: Policy) -> bool:
 
 
 def admissible(ctx: Context, run: Run) -> int:
-    """Training jobs that may be made for a run now: as long as one policy has room."""
-    wanted = max(
-        (room(ctx, policy) for policy in trained_policies(ctx, run) if wants_groups(ctx, policy)),
-        default=0,
-    )
+    """Training jobs that may be made for a run now: as long as one policy has room, and no other
+    one that is full is about to have some."""
+    wanting = [policy for policy in trained_policies(ctx, run) if wants_groups(ctx, policy)]
+    rooms = [room(ctx, policy) for policy in wanting]
+    wanted = max(rooms, default=0)
+    if len(wanting) > 1 and wanted > 0 and min(rooms) == 0:
+        full = [policy for policy, left in zip(wanting, rooms, strict=True) if left == 0]
+        hungry = [policy for policy, left in zip(wanting, rooms, strict=True) if left > 0]
+        if any(_is_soon(ctx, policy, hungry) for policy in full):
+            return 0
     if run.spec.max_groups:
         wanted = min(wanted, run.spec.max_groups - run.submitted_groups)
     return max(0, min(wanted, ctx.settings.max_queued_jobs - len(ctx.tables.jobs)))
+
+
+def _is_soon(ctx: Context, policy: Policy, hungry: list[Policy]) -> bool:
+    """Whether a full policy's step should end any moment; sets a timer for when it did not."""
+    live = ctx.policies[policy.id]
+    busy_s = live.busy_s.value
+    if not live.present or busy_s is None or not running_groups(ctx, policy):
+        return False
+    paces = [ctx.policies[other.id].busy_s.value for other in hungry]
+    if any(pace is None or busy_s > SAME_PACE * pace for pace in paces):
+        return False
+    until_s = live.granted_s + PATIENCE * busy_s
+    if ctx.now >= until_s:
+        return False
+    ctx.timers.set_earlier("admit", policy.run, until_s)
+    return True

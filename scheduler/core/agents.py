@@ -328,7 +328,6 @@ def _attempt_failed(ctx: Context, agent: Agent, live: AgentLive, message: Attemp
         ctx.count("attempts.late_failure")
         return
     code = known_code(message.code)
-    ctx.count(f"attempts.failed.{code}")
     agent.attempts_failed += 1
     ctx.tables.touch(agent)
     live.failures += 1

@@ -67,6 +67,7 @@ def advance(ctx: Context, policy: Policy) -> None:
     if len(live.taken.get(request.step, ())) < request.groups:
         return
     policy.request = None
+    live.granted_s = ctx.now
     ctx.tables.touch(policy)
     _grant(ctx, policy, live, request.step)
 

@@ -53,7 +53,8 @@ class Lease:
 @dataclass(slots=True)
 class AgentLive:
     """What this life knows of an agent. ``load`` is sequences of its counted leases,
-    ``most_slots`` the most that it ever said it has."""
+    ``most_slots`` the most that it ever said it has, ``inherited`` the load that the rows of the
+    last life gave it (what is spooled is not in the rows)."""
 
     name: str
     state: AgentState
@@ -61,6 +62,7 @@ class AgentLive:
     heard_s: float
     load: int = 0
     most_slots: int = 0
+    inherited: int = 0
     leases: dict[str, Lease] = field(default_factory=dict)
     blocked_until_s: float = 0.0
     declines: int = 0
@@ -76,7 +78,8 @@ class AgentLive:
 @dataclass(slots=True)
 class PolicyLive:
     """Indexes of a policy, and when its trainer was last heard. ``gone`` once it has been silent
-    for ``work_grace_s``; ``taken`` are jobs by the step that took them."""
+    for ``work_grace_s``; ``taken`` are jobs by the step that took them; ``granted_s`` is when the
+    last batch went out."""
 
     tree: VersionTree
     buffer: Buffer
@@ -85,6 +88,7 @@ class PolicyLive:
     gone: bool = False
     taken: dict[int, dict[str, None]] = field(default_factory=dict)
     busy_s: Ewma = field(default_factory=Ewma)
+    granted_s: float = 0.0
     starved_since_s: float | None = None
 
 

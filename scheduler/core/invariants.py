@@ -105,7 +105,7 @@ def _check_agents(ctx: Context) -> None:
         sizes = [lease.sequences for lease in live.leases.values() if lease.counted]
         _require(ctx, live.load == sum(sizes), name, f"load {live.load} of {sizes}")
         largest = max(sizes, default=0)
-        room = max(live.most_slots + prefetch * largest, largest)
+        room = max(live.most_slots + prefetch * largest, largest, live.inherited)
         _require(ctx, live.load <= room, name, f"load {live.load} beyond {room}")
         slots += agent.slots if live.state == "ready" else 0
         is_open = name in ctx.open_agents

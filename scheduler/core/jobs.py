@@ -76,6 +76,7 @@ def attempt_failed(ctx: Context, lease: Lease, code: str, detail: str = "") -> N
     job = ctx.tables.jobs[lease.job]
     record = next(record for record in job.attempts if record.id == lease.attempt)
     attempts.end(ctx, job, record, "failed", code=code, detail=detail[:200])
+    ctx.count(f"attempts.failed.{code}")
     retry_s = 0.0
     if code.startswith(NOT_THE_JOBS_FAULT):
         job.losses += 1

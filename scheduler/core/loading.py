@@ -24,6 +24,8 @@ def load(ctx: Context, rows: Iterable[Row]) -> None:
     _load_agents(ctx)
     for job in tuple(ctx.tables.jobs.values()):
         _load_job(ctx, job)
+    for live in ctx.agents.values():
+        live.inherited = live.load
     if ctx.tables.releases:
         ctx.timers.set("release", "", ctx.now + ctx.settings.release_repeat_s)
     ctx.runs_changed()

@@ -212,6 +212,8 @@ class SchedulerCore:
                 agents.unblock_due(ctx, id)
             case "forget":
                 agents.forget_due(ctx, id)
+            case "admit":
+                ctx.due_runs[id] = None
             case "trainer":
                 trainers.liveness_due(ctx, id)
             case "produce" if id in ctx.evaluations:
@@ -245,7 +247,8 @@ class SchedulerCore:
             elif ctx.due_runs:
                 due, ctx.due_runs = ctx.due_runs, {}
                 for name in due:
-                    runs.advance(ctx, ctx.tables.runs[name])
+                    if name in ctx.runs:
+                        runs.advance(ctx, ctx.tables.runs[name])
             elif ctx.dispatch_due:
                 dispatch.place(ctx)
             else:

@@ -131,8 +131,6 @@ def end(ctx: Context, run: Run, reason: str) -> None:
 
 def advance(ctx: Context, run: Run) -> None:
     """Evaluate, admit and finish, whatever is due."""
-    if not run.live or run.name not in ctx.runs:
-        return
     policies = trained_policies(ctx, run)
     if run.finishing:
         if all(policy.final or _given_up(ctx, policy) for policy in policies):

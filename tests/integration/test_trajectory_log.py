@@ -10,7 +10,6 @@ from service_world import POLICY, service_world, until
 
 from scheduler.segments import BodyStore, Outcome
 from scheduler.trajectory_log import NAME, serve
-from transport.errors import StoreError
 from transport.messages import (
     BodiesGone,
     BodiesReleased,
@@ -299,6 +298,4 @@ def test_one_batch_may_span_segments_and_hold_a_body_twice(tmp_path):
     store.close()
     store = opened(tmp_path)
     assert all(store.read(summary.digest) == body for summary, body in things)
-    with pytest.raises(StoreError, match="already used by process"):
-        opened(tmp_path)
     store.close()

@@ -99,6 +99,7 @@ class AgentMachine(RuleBasedStateMachine):
         self.number = 0
         self.newest = dict.fromkeys(POLICIES, 0)
         self.engine: dict[str, int | None] = dict.fromkeys(POLICIES)
+        self.trusted = dict.fromkeys(POLICIES, False)
         self.fetches: dict[str, FetchPlan] = {}
         self.swaps: dict[str, SwapWeights] = {}
         self.swap_targets: dict[tuple[str, int], int] = {}
@@ -160,7 +161,7 @@ class AgentMachine(RuleBasedStateMachine):
                 assert offer.attempt not in self.running
                 self.running[offer.attempt] = offer
                 for policy in offer.policies.values():
-                    assert self.engine[policy] is not None, "started on unverified weights"
+                    assert self.trusted[policy], "started on unverified weights"
             case AbortAttempt(attempt=name):
                 assert name in self.running or name in self.scoring
                 self.running.pop(name, None)
@@ -184,8 +185,10 @@ class AgentMachine(RuleBasedStateMachine):
             case OpenCopy(policy=policy):
                 self.opening.append(policy)
             case DiscardCopy(policy=policy):
-                self.engine[policy] = None
+                # The engine goes on with what it has; only its copy can no longer be built upon.
+                self.trusted[policy] = False
                 self.swaps.pop(policy, None)
+                self.opening = [one for one in self.opening if one != policy]
                 self.discarding.append(policy)
             case ToWeightStore(message=WeightsRequest() as request):
                 self.upto[request.policy] = request.upto
@@ -350,9 +353,8 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(version=st.none() | st.integers(0, 3))
     def opened(self, version: int | None) -> None:
         policy = self.opening.pop(0)
-        if policy not in self.discarding:
-            self.engine[policy] = version
-            self.newest[policy] = max(self.newest[policy], version or 0)
+        self.engine[policy], self.trusted[policy] = version, version is not None
+        self.newest[policy] = max(self.newest[policy], version or 0)
         self.feed(CopyOpened(policy=policy, version=version, digest=f"d{version}"))
 
     @rule(policy=st.sampled_from(POLICIES), step=st.integers(0, 2), late=st.booleans())
@@ -380,11 +382,11 @@ class AgentMachine(RuleBasedStateMachine):
         policy = self.pick(sorted(self.swaps), index)
         swap = self.swaps.pop(policy)
         if not works:
-            self.engine[policy] = None
+            self.engine[policy], self.trusted[policy] = None, False
             self.feed(SwapFailed(policy=policy, ticket=swap.ticket, code="engine.apply"))
             return
         version = self.swap_targets[policy, swap.ticket]
-        self.engine[policy] = version
+        self.engine[policy], self.trusted[policy] = version, True
         self.feed(
             WeightsSwapped(
                 policy=policy, ticket=swap.ticket, version=version, digest="d", pause_s=0.0
@@ -421,6 +423,8 @@ class AgentMachine(RuleBasedStateMachine):
     def running_work_has_the_weights_that_it_needs(self) -> None:
         for name, offer in self.running.items():
             assert name in self.live
+            for policy in offer.policies.values():
+                assert self.engine[policy] is not None, f"{name} runs on unknown weights"
             for policy, version in offer.pinned.items():
                 assert self.engine[policy] == version, f"{name} runs at another version"
 

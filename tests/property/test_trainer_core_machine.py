@@ -9,10 +9,10 @@ faults cease, and the trainer must finish.
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from trainer_world import QUEUES, THREADS, TrainerWorld, make_run
 
 from cloud_trainer.core import events as on
 from cloud_trainer.core.phase import Phase
-from trainer_world import QUEUES, THREADS, TrainerWorld, make_run
 from transport import messages as wire
 
 STEPS = 12
@@ -141,7 +141,7 @@ class TrainerMachine(RuleBasedStateMachine):
 
 
 TrainerMachine.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

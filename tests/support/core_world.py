@@ -129,6 +129,7 @@ class World:
         self.tree: dict[tuple[str, int], tuple[int | None, int]] = {}
         self.durable: dict[str, int] = {}
         self.revoked: dict[str, None] = {}
+        self.won: dict[str, str] = {}
         self.ended: list[str] = []
         self.recorded: list[tuple[str, int, int]] = []
         self.source = False
@@ -173,8 +174,9 @@ class World:
         if not waiting:
             return False
         message = waiting[0] if twice else waiting.pop(0)
-        self._execute(self.scene.feed(self._event(peer, message)))
+        effects = self.scene.feed(self._event(peer, message))
         self._check_results()
+        self._execute(effects)
         return True
 
     def hear(self, peer: str) -> bool:
@@ -490,7 +492,7 @@ class World:
             case HelloRequired():
                 trainer.welcome = False
             case BatchGrant(step=step, groups=groups):
-                if step == trainer.step + 1 and not trainer.final:
+                if trainer.welcome and step == trainer.step + 1 and not trainer.final:
                     trainer.grant = groups
                     trainer.reports = [r for r in trainer.reports if r.step >= step]
                     self._check_bodies(trainer)
@@ -527,12 +529,12 @@ class World:
                 raise Broken(f"{ref.job}: lag {lag}, said {ref.policy_lag}, bound {bound}")
 
     def _check_results(self) -> None:
-        """No revoked attempt ever wins."""
+        """An attempt that was revoked before its result came never wins."""
         for job in self.scene.core._ctx.tables.jobs.values():
-            if job.result is not None and job.result.attempt in self.revoked:
-                if self.bodies[job.result.digest].attempt != job.result.attempt:
-                    raise Broken(f"{job.id}: the body is of another attempt")
-                raise Broken(f"{job.id}: revoked {job.result.attempt} won")
+            if job.result is not None and job.id not in self.won:
+                self.won[job.id] = job.result.attempt
+                if job.result.attempt in self.revoked:
+                    raise Broken(f"{job.id}: revoked {job.result.attempt} won")
 
     # ---- until the end -----------------------------------------------------------------------
 

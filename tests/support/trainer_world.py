@@ -206,9 +206,7 @@ class TrainerWorld:
         self.from_log: deque[Message] = deque()
         self.to_store: deque[wire.VersionOffer] = deque()
         self.from_store: deque[Message] = deque()
-        self.work: dict[str, deque[Effect]] = {
-            name: deque() for name in THREADS
-        }
+        self.work: dict[str, deque[Effect]] = {name: deque() for name in THREADS}
         self.bodies: set[str] = set()
         self.stepping = 0
         self.exit = self.rollback = None
@@ -222,9 +220,7 @@ class TrainerWorld:
         at: int | None = last.version
         while at is not None and at in self.outbox:
             parent, step = self.outbox[at]
-            found.append(
-                PendingVersion(version=at, parent=parent, step=step, whole=parent is None)
-            )
+            found.append(PendingVersion(version=at, parent=parent, step=step, whole=parent is None))
             at = parent
         return tuple(found[::-1])
 
@@ -308,7 +304,8 @@ class TrainerWorld:
                 self.staged = Checkpoint(step, version, past + trained)
                 self.feed(on.CheckpointWritten(step=step))
             case do.CommitCheckpoint(step=step):
-                assert self.staged is not None and self.staged.step == step
+                assert self.staged is not None
+                assert self.staged.step == step
                 on_disk = self.staged.version in self.outbox
                 assert on_disk or self.staged.version in self.store.versions
                 self.disk.append(replace(self.staged))

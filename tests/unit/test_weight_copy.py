@@ -1,7 +1,7 @@
 """The agent's own copy: stage, commit, crash, discard."""
 
-import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -26,16 +26,10 @@ from transport.weights.tensors import TensorBytes
 
 KEY = SigningKey("11" * 32)
 POLICY = "r/p"
+PLACE = {"run": "r", "policy": POLICY, "created_wall_s": 0.0}
 ARTEFACTS = {"config.json": b"{}", "tokenizer.json": b"[]"}
 
-
-@dataclasses.dataclass
-class Trusted:
-    verify_key: str = KEY.public_hex
-    policy: str = POLICY
-
-
-TRUSTED = {KEY.key_id: Trusted()}
+TRUSTED = {KEY.key_id: SimpleNamespace(verify_key=KEY.public_hex, policy=POLICY)}
 
 
 def tensors(seed):
@@ -53,19 +47,17 @@ class Versions:
         write_model_folder(folder, tensors(0), ARTEFACTS)
         self.folder = folder
         self.states = {0: tensors(0)}
-        self.publications = {0: build_version0(folder, run="r", policy=POLICY, created_wall_s=0.0)}
+        self.publications = {0: build_version0(folder, **PLACE)}
         for version in range(1, 9):
             name = "abc"[version % 3]
             new = {**self.states[version - 1], name: tensors(version)[name]}
             self.publications[version] = build_delta_version(
                 self.states[version - 1],
                 new,
-                run="r",
-                policy=POLICY,
                 version=version,
                 parent=version - 1,
                 step=version,
-                created_wall_s=0.0,
+                **PLACE,
             )
             self.states[version] = new
 
@@ -397,14 +389,7 @@ def test_a_version_with_the_same_weights_still_advances_the_number(open_copies, 
     copies = open_copies()
     versions.bring(copies, 1)
     same = build_delta_version(
-        versions.states[1],
-        versions.states[1],
-        run="r",
-        policy=POLICY,
-        version=2,
-        parent=1,
-        step=2,
-        created_wall_s=0.0,
+        versions.states[1], versions.states[1], version=2, parent=1, step=2, **PLACE
     )
     versions.publications[2] = same
     staged = versions.bring(copies, 2, have=1)

@@ -170,6 +170,12 @@ def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> "PreTraine
     return loaded
 
 
+def vocabulary_of(model: "PreTrainedModel") -> int:
+    """Rows of the input embedding: token ids from 0 to one less can be fed in."""
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
+
+
 def published_tensor(values: "torch.Tensor", dtype: str) -> TensorBytes:
     """A copy of ``values`` in the safetensors type ``dtype``, rounded to nearest even."""
     import torch

@@ -1,0 +1,295 @@
+"""The rollout scheduler's daemon: it puts the core, the store, the control plane, the task sources
+and the two service processes together.
+
+What always holds: nothing is said to anybody before the new term is durable; the daemon stops, and
+says why, when its disk refuses or the core finds itself inconsistent: it never goes on from memory
+that no row confirms; stopping in order leaves nothing to repair.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import structlog
+
+from scheduler import trajectory_log, weight_store
+from scheduler.build import build_id
+from scheduler.children import Services
+from scheduler.config import SchedulerConfig
+from scheduler.control_plane import ControlPlane
+from scheduler.core.effects import (
+    Effect,
+    ProduceItems,
+    RecordEvaluation,
+    RecordStep,
+    Reply,
+    RunEnded,
+    Send,
+    StartTaskSource,
+    StopTaskSource,
+)
+from scheduler.core.machine import SchedulerCore
+from scheduler.core.settings import CoreSettings
+from scheduler.decider import Decider
+from scheduler.event_log import EventLog, EventLogStart
+from scheduler.metrics_file import MetricsFiles
+from scheduler.plane_hub import PlaneHub
+from scheduler.service import Worker
+from scheduler.service_main import with_system
+from scheduler.store import Row, SchedulerStore
+from scheduler.task_runner import TaskRunner
+from transport.errors import FarflowError
+from transport.links import Network
+from transport.messages import Plane
+from transport.runtime.clock import Clock
+
+EXIT_FAILED: Final = 1
+STATISTICS_S: Final = 60.0
+_log = structlog.get_logger()
+
+
+def core_settings(config: SchedulerConfig) -> CoreSettings:
+    """What the core takes from ``[scheduler]``: every field that both have."""
+    table = msgspec.structs.asdict(config.scheduler)
+    own = {name: table[name] for name in CoreSettings.__struct_fields__ if name in table}
+    return CoreSettings(**own)
+
+
+async def run_daemon(
+    config: SchedulerConfig,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[dict[str, Any]], None],
+) -> int:
+    """``serve`` with real links, the machine's clock and unrepeatable randomness."""
+    return await with_system(serve)(config, stop=stop, on_ready=on_ready)
+
+
+async def serve(
+    config: SchedulerConfig,
+    *,
+    network: Network,
+    clock: Clock,
+    rng: random.Random,
+    stop: asyncio.Event,
+    on_ready: Callable[[dict[str, Any]], None],
+) -> int:
+    """Run the scheduler until ``stop``; returns the exit status. ``on_ready`` gets the ports once
+    all three planes can be reached.
+
+    Raises:
+        ConfigError: keys or addresses are wrong.
+        StoreError: the folder cannot be used.
+    """
+    writer = Worker("scheduler-writer")
+    try:
+        table = config.scheduler
+        folder = Path(table.folder)
+        store = await writer.run(SchedulerStore.open, folder, table.durability)
+        try:
+            rows: list[Row] = await writer.run(list, store.rows())
+            daemon = _Daemon(config, network, clock, rng, writer, store, rows)
+            return await daemon.run(stop, on_ready)
+        finally:
+            await writer.run(store.close)
+    finally:
+        await asyncio.to_thread(writer.close)
+
+
+class _Daemon:
+    """One life."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        network: Network,
+        clock: Clock,
+        rng: random.Random,
+        writer: Worker,
+        store: SchedulerStore,
+        rows: list[Row],
+    ) -> None:
+        folder = Path(config.scheduler.folder)
+        self._config = config
+        self._writer = writer
+        self._clock = clock
+        self._metrics = MetricsFiles(folder, clock)
+        self._event_log = EventLog(folder / "events")
+        settings = core_settings(config)
+        seed = rng.getrandbits(64)
+        self._core = SchedulerCore(
+            settings,
+            term=store.term,
+            rng=random.Random(seed),  # noqa: S311 - recorded, so that a replay draws the same
+            build=build_id(),
+            rows=rows,
+            now=store.now,
+        )
+        self._start = EventLogStart(
+            build=build_id(),
+            term=store.term,
+            now=store.now,
+            seed=seed,
+            settings=settings,
+            wall_s=clock.wall_s(),
+            rows=len(rows),
+        )
+        self._rows = rows
+        self._hub = PlaneHub(
+            network,
+            Plane.CONTROL,
+            config.transport,
+            port=config.transport.control_port,
+            port_file=folder / "control-port",
+            clock=clock,
+        )
+        self._plane = ControlPlane(self._hub)
+        self._decider = Decider(self._core, store, writer, self._event_log, clock, self._execute)
+        self._runner = TaskRunner(self._decider.put, rng)
+        self._records: list[RecordStep | RecordEvaluation | RunEnded] = []
+        self._recorded = asyncio.Event()
+        _log.info(
+            "scheduler.opened", term=store.term, rows=len(rows), now=store.now, build=build_id()
+        )
+
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[dict[str, Any]], None]) -> int:
+        """Everything at once, until ``stop`` or the first part that fails."""
+        await self._writer.run(self._event_log.begin, self._start, self._rows)
+        self._rows = []
+        services = Services(
+            msgspec.structs.replace(
+                self._config,
+                transport=msgspec.structs.replace(
+                    self._config.transport, control_port=self._hub.port
+                ),
+            )
+        )
+        service_parts = _tasks(services.parts())
+        own_parts = _tasks(
+            {
+                "receive": self._receive(),
+                "keys": self._hub.keep_refreshing(),
+                "ready": self._say_ready(services, on_ready),
+                "records": self._write_records(),
+                "statistics": self._log_statistics(),
+                **self._decider.parts(),
+            }
+        )
+        stopping = asyncio.create_task(stop.wait())
+        failed: BaseException | None = None
+        try:
+            watched = {stopping, *own_parts, *service_parts}
+            while not stopping.done() and failed is None:
+                done, watched = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+                failed = next((e for t in done if (e := _error(t)) is not None), None)
+        finally:
+            stopping.cancel()
+            status = await self._end(own_parts, service_parts, failed)
+        if failed is not None and not isinstance(failed, FarflowError):
+            raise failed
+        return status
+
+    async def _end(
+        self,
+        own_parts: list[asyncio.Task[None]],
+        service_parts: list[asyncio.Task[None]],
+        failed: BaseException | None,
+    ) -> int:
+        """Services first, so that what they still say is heard; then what was decided is
+        committed and sent."""
+        for task in service_parts:
+            task.cancel()
+        await asyncio.gather(*service_parts, return_exceptions=True)
+        for task in own_parts:
+            task.cancel()
+        await asyncio.gather(*own_parts, return_exceptions=True)
+        await self._runner.close()
+        status = 0
+        if failed is not None:
+            status = EXIT_FAILED
+            _log.error("scheduler.failed", reason=str(failed), error=type(failed).__name__)
+        else:
+            try:
+                await self._decider.flush()
+            except FarflowError as error:
+                status = EXIT_FAILED
+                _log.error("scheduler.not_flushed", reason=str(error))
+        await self._write_records_once()
+        await self._writer.run(self._event_log.close)
+        await self._hub.close()
+        _log.info("scheduler.stopped", status=status)
+        return status
+
+    async def _receive(self) -> None:
+        while True:
+            for arrival in await self._hub.recv():
+                event = self._plane.event(arrival)
+                if event is not None:
+                    self._decider.put(event)
+            await self._decider.has_room()
+
+    async def _say_ready(
+        self, services: Services, on_ready: Callable[[dict[str, Any]], None]
+    ) -> None:
+        ports = await services.ports()
+        facts = {
+            "control": self._hub.port,
+            "trajectories": ports[trajectory_log.NAME],
+            "weights": ports[weight_store.NAME],
+        }
+        _log.info("scheduler.ready", **facts)
+        on_ready({"ready": True, "ports": facts})
+
+    # ---- effects ------------------------------------------------------------------------------
+
+    def _execute(self, effect: Effect) -> None:
+        match effect:
+            case Send(peer, message):
+                self._plane.send(peer, message)
+            case Reply(_, request, message):
+                self._plane.reply(request, message)
+            case StartTaskSource(run):
+                self._runner.start(run)
+            case StopTaskSource(run):
+                self._runner.stop(run)
+            case ProduceItems(run, kind, start, count):
+                self._runner.produce(run, kind, start, count)
+            case RecordStep() | RecordEvaluation() | RunEnded():
+                if isinstance(effect, RunEnded):
+                    _log.info("run.ended", run=effect.run, reason=effect.reason)
+                self._records.append(effect)
+                self._recorded.set()
+
+    async def _write_records(self) -> None:
+        while True:
+            await self._recorded.wait()
+            self._recorded.clear()
+            await self._write_records_once()
+
+    async def _write_records_once(self) -> None:
+        records, self._records = self._records, []
+        for record in records:
+            await self._writer.run(self._metrics.record, record)
+
+    async def _log_statistics(self) -> None:
+        while True:
+            await asyncio.sleep(STATISTICS_S)
+            _log.info(
+                "scheduler.statistics",
+                peers=self._hub.peers,
+                commits=self._decider.commits,
+                loop_lag_s=round(self._decider.loop_lag_s, 4),
+                **self._hub.counters,
+                **self._plane.counters,
+            )
+
+
+def _tasks(parts: Mapping[str, Coroutine[Any, Any, None]]) -> list[asyncio.Task[None]]:
+    return [asyncio.create_task(part, name=name) for name, part in parts.items()]
+
+
+def _error(task: asyncio.Task[Any]) -> BaseException | None:
+    return None if task.cancelled() else task.exception()

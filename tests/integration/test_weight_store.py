@@ -1,0 +1,263 @@
+"""The weight store with real sockets, keys and files."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from service_world import POLICY, PlaneLink, service_world, until
+
+from scheduler.weight_store import NAME, serve
+from transport.chunks import ChunkFetcher
+from transport.keys import SigningKey, trainer_name
+from transport.messages import (
+    Chunk,
+    ChunkRequest,
+    Plane,
+    VersionAccepted,
+    VersionDurable,
+    VersionOffer,
+    VersionRejected,
+    VersionStored,
+    WeightsPlan,
+    WeightsRequest,
+)
+from transport.weights import manifest as manifests
+from transport.weights.folder import write_model_folder
+from transport.weights.publication import Publication, build_delta_version, build_version0
+from transport.weights.tensors import TensorBytes
+
+PLANE = Plane.WEIGHTS
+CELLS = 40_000
+CHUNK = 16 * 1024
+
+
+def weights(seed: int) -> dict[str, TensorBytes]:
+    rng = np.random.default_rng(seed)
+    return {
+        name: TensorBytes("BF16", (CELLS,), rng.integers(0x3B00, 0x3D00, CELLS, "<u2").tobytes())
+        for name in "ab"
+    }
+
+
+class Trainer:
+    """The publishing side: makes signed versions and gives their chunks when asked."""
+
+    def __init__(self, folder: Path, policy: str = POLICY) -> None:
+        self.policy = policy
+        key = SigningKey.load(folder / "keys" / "signing" / f"{trainer_name(policy)}.toml")
+        self.key = manifests.SigningKey(key.secret_key)
+        self.weights = weights(0)
+        model = folder / f"model-{trainer_name(policy)}"
+        write_model_folder(model, self.weights, {"config.json": b"{}"})
+        self.first = build_version0(
+            model, run="sums", policy=policy, created_wall_s=0.0, chunk_bytes=CHUNK
+        )
+        self.link: PlaneLink | None = None
+        self.asked: list[ChunkRequest] = []
+        self.silent = False
+
+    def next(self, version: int, parent: int) -> Publication:
+        cells = self.weights["a"].cells().copy()
+        cells[:: 7 + version] ^= np.uint16(1)
+        new = {**self.weights, "a": TensorBytes("BF16", (CELLS,), cells.tobytes())}
+        made = build_delta_version(
+            self.weights,
+            new,
+            run="sums",
+            policy=self.policy,
+            version=version,
+            parent=parent,
+            step=version,
+            created_wall_s=0.0,
+            chunk_bytes=CHUNK,
+        )
+        self.weights = new
+        return made
+
+    async def offer(self, link: PlaneLink, made: Publication, key=None) -> None:
+        signed = (key or self.key).sign(made.manifest)
+        await link.send(
+            VersionOffer(manifest=signed.manifest, signature=signed.signature, key_id=signed.key_id)
+        )
+
+    async def give(self, link: PlaneLink, made: Publication) -> None:
+        """Answer requests for chunks until cancelled."""
+        by_digest = {e.digest: (e, made.files[e.name]) for e in made.manifest.files}
+        while True:
+            [request] = await link.expect(ChunkRequest)
+            self.asked.append(request)
+            entry, data = by_digest[request.digest]
+            for index in request.indices:
+                if self.silent:
+                    continue
+                start = index * entry.chunk_bytes
+                chunk = bytes(data[start : start + entry.chunk_bytes])
+                await link.send(Chunk(digest=request.digest, index=index), (chunk,))
+
+    async def publish(self, link: PlaneLink, made: Publication) -> None:
+        giving = asyncio.create_task(self.give(link, made))
+        try:
+            await self.offer(link, made)
+            [durable] = await link.expect(VersionDurable)
+            assert (durable.policy, durable.version) == (self.policy, made.manifest.version)
+        finally:
+            giving.cancel()
+            await asyncio.gather(giving, return_exceptions=True)
+
+
+async def fetch(link: PlaneLink, plan: WeightsPlan) -> dict[str, bytes]:
+    """An agent's side: every file of a plan, by name, verified chunk by chunk."""
+    entries = []
+    for step in plan.steps:
+        listed = manifests.decode_manifest(step.manifest)
+        entries += [entry for entry in listed.files if entry.name in step.files]
+    fetcher = ChunkFetcher(entries)
+    parts: dict[tuple[str, int], bytes] = {}
+    now = 0.0
+    while not fetcher.done:
+        for request in fetcher.next_requests(now):
+            await link.send(request)
+        await until(lambda: any(isinstance(m, Chunk) for m, _ in link.received), "a chunk")
+        now += 0.01
+        for message, payload in [(m, p) for m, p in link.received if isinstance(m, Chunk)]:
+            link.received.remove((message, payload))
+            assert fetcher.chunk_arrived(message.digest, message.index, payload[0], now)
+            parts[message.digest, message.index] = payload[0]
+    return {
+        entry.name: b"".join(parts[entry.digest, i] for i in range(len(entry.chunk_digests)))
+        for entry in entries
+    }
+
+
+def stored(world) -> list[int]:
+    return [message.version for message in world.control.of(VersionStored)]
+
+
+@pytest.mark.asyncio
+async def test_a_version_flows_from_its_trainer_to_an_agent_that_was_waiting(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        trainer = Trainer(tmp_path)
+        agent = world.link("a", PLANE, port)
+        await agent.send(WeightsRequest(policy=POLICY, have_version=None))
+        publisher = world.link(trainer_name(POLICY), PLANE, port)
+        await trainer.publish(publisher, trainer.first)
+        [plan] = await agent.expect(WeightsPlan)
+        assert (plan.policy, plan.version) == (POLICY, 0)
+        files = await fetch(agent, plan)
+        assert files == {name: bytes(data) for name, data in trainer.first.files.items()}
+
+        await agent.send(
+            WeightsRequest(policy=POLICY, have_version=0, have_digest=trainer.first.manifest.digest)
+        )
+        second = trainer.next(1, 0)
+        await trainer.publish(publisher, second)
+        [plan] = await agent.expect(WeightsPlan)
+        assert plan.version == 1
+        assert await fetch(agent, plan) == {n: bytes(d) for n, d in second.files.items()}
+        await until(lambda: stored(world) == [0, 1])
+        [first, last] = world.control.of(VersionStored)
+        assert (first.parent, last.parent, last.step) == (None, 0, 1)
+        assert last.delta_bytes == len(second.files["delta.safetensors"])
+
+
+@pytest.mark.asyncio
+async def test_only_the_policys_own_trainer_with_its_own_signature_may_publish(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        trainer = Trainer(tmp_path)
+        other = world.link(trainer_name("sums/judge"), PLANE, port)
+        await trainer.offer(other, trainer.first)
+        [rejected] = await other.expect(VersionRejected)
+        assert (rejected.code, rejected.policy) == ("protocol.authentication", "sums/judge")
+        own = world.link(trainer_name(POLICY), PLANE, port)
+        await trainer.offer(own, trainer.first, key=manifests.SigningKey("22" * 32))
+        [rejected] = await own.expect(VersionRejected)
+        assert (rejected.code, rejected.version) == ("protocol.authentication", 0)
+        agent = world.link("a", PLANE, port)
+        await trainer.offer(agent, trainer.first)
+        await trainer.publish(own, trainer.first)
+        assert not agent.received
+
+
+@pytest.mark.asyncio
+async def test_a_used_number_is_rejected_and_a_repeated_offer_is_answered_again(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        trainer = Trainer(tmp_path)
+        publisher = world.link(trainer_name(POLICY), PLANE, port)
+        await trainer.publish(publisher, trainer.first)
+        first = trainer.next(1, 0)
+        await trainer.publish(publisher, first)
+        asked = len(trainer.asked)
+        await trainer.publish(publisher, first)
+        assert len(trainer.asked) == asked
+        trainer.weights = weights(0)
+        trainer.weights["b"] = weights(1)["b"]
+        await trainer.offer(publisher, trainer.next(1, 0))
+        [rejected] = await publisher.expect(VersionRejected)
+        assert "the number is used; the next one is 2" in rejected.message
+
+
+@pytest.mark.asyncio
+async def test_an_interrupted_upload_goes_on_over_a_new_link_where_it_stopped(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        trainer = Trainer(tmp_path)
+        first = world.link(trainer_name(POLICY), PLANE, port)
+        giving = asyncio.create_task(trainer.give(first, trainer.first))
+        trainer.silent = True
+        await trainer.offer(first, trainer.first)
+        await until(lambda: bool(trainer.asked))
+        giving.cancel()
+        await asyncio.gather(giving, return_exceptions=True)
+        trainer.silent = False
+        again = world.link(trainer_name(POLICY), PLANE, port)
+        await trainer.publish(again, trainer.first)
+        counts: dict[tuple[str, int], int] = {}
+        for request in trainer.asked:
+            for index in request.indices:
+                key = request.digest, index
+                counts[key] = counts.get(key, 0) + 1
+        assert max(counts.values()) == 2  # what was on the way when the link was left
+
+
+@pytest.mark.asyncio
+async def test_after_kill_9_versions_are_served_and_announced_again(tmp_path):
+    async with service_world(tmp_path) as world:
+        config = world.config()
+        trainer = Trainer(tmp_path)
+        async with world.process("scheduler.weight_store", config) as (child, port):
+            publisher = world.link(trainer_name(POLICY), PLANE, port)
+            await trainer.publish(publisher, trainer.first)
+            await trainer.publish(publisher, trainer.next(1, 0))
+            await until(lambda: stored(world) == [0, 1])
+            for version in (0, 1):
+                world.control.send(NAME, VersionAccepted(policy=POLICY, version=version))
+            child.send_signal(signal.SIGKILL)
+            await child.wait()
+        world.control.received.clear()
+        async with world.process("scheduler.weight_store", config) as (_, again):
+            assert again == port
+            await until(lambda: stored(world) == [0, 1])
+            agent = world.link("a", PLANE, port)
+            await agent.send(WeightsRequest(policy=POLICY, have_version=None))
+            [plan] = await agent.expect(WeightsPlan)
+            assert plan.version == 1
+            assert set(await fetch(agent, plan)) >= {"delta.safetensors", "model.safetensors"}
+
+
+@pytest.mark.asyncio
+async def test_an_agent_that_does_not_read_delays_no_other(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        trainer = Trainer(tmp_path)
+        await trainer.publish(world.link(trainer_name(POLICY), PLANE, port), trainer.first)
+        entry = next(e for e in trainer.first.manifest.files if e.kind == "snapshot")
+        stuck = world.link("b", PLANE, port)
+        stuck._task.cancel()
+        for _ in range(200):
+            await stuck.send(ChunkRequest(digest=entry.digest, indices=tuple(range(10))))
+        agent = world.link("a", PLANE, port)
+        await agent.send(WeightsRequest(policy=POLICY, have_version=None))
+        [plan] = await agent.expect(WeightsPlan)
+        assert set(await fetch(agent, plan)) == set(trainer.first.files)
+        await agent.send(ChunkRequest(digest="0" * 64, indices=(0,)))
+        assert [chunk.found for chunk in await agent.expect(Chunk)] == [False]

@@ -1,0 +1,402 @@
+"""Golden messages: one file per kind and protocol version, written once and never again.
+
+``NAME.bin`` holds the frames, each behind its length as u32 little-endian; ``NAME.json`` what they
+mean: kind byte, header (bytes as base64) and payload (hexadecimal digits). Add the files of a new
+kind from the repository's root with
+
+    python -m golden            (tests/support on PYTHONPATH)
+
+which refuses to touch a file that exists: what was on the wire once stays readable.
+"""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from transport.envelope import KIND_OF, encode
+from transport.messages import (
+    KINDS,
+    PROTOCOL_VERSION,
+    AgentInventory,
+    AttemptFailed,
+    BatchGrant,
+    BatchRequest,
+    BodiesGone,
+    BodiesReleased,
+    Body,
+    BodyRequest,
+    CheckpointReport,
+    Chunk,
+    ChunkRequest,
+    CommandReply,
+    Goodbye,
+    GroupRef,
+    GroupSummary,
+    GroupUnusable,
+    Heartbeat,
+    HeartbeatReply,
+    HeldAttempt,
+    Hello,
+    HelloRequired,
+    HostedPolicies,
+    Item,
+    LeaseOffer,
+    LeaseReply,
+    LeaseRevoke,
+    Message,
+    Ping,
+    PlanStep,
+    Pong,
+    Refuse,
+    RewardSpec,
+    Role,
+    RunCommand,
+    RunState,
+    RunSubmit,
+    StatusReply,
+    StatusRequest,
+    StepReport,
+    SummariesAccepted,
+    TrainerInventory,
+    TrajectoriesStored,
+    TrajectoryAck,
+    TrajectoryPut,
+    TrajectoryRefused,
+    VersionAccepted,
+    VersionDurable,
+    VersionOffer,
+    VersionRef,
+    VersionRejected,
+    VersionServing,
+    VersionStored,
+    WeightsPlan,
+    WeightsRequest,
+    Welcome,
+)
+from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
+from transport.status import (
+    AccountingRow,
+    AgentStatus,
+    EvaluationStatus,
+    PolicyStatus,
+    RunStatus,
+    SchedulerStatus,
+    StepStatus,
+)
+
+FOLDER = Path(__file__).parents[1] / "golden" / f"v{PROTOCOL_VERSION}"
+
+POLICY = "arithmetic/solver"
+ATTEMPT = "arithmetic/t-000041#2"
+JOB = "arithmetic/t-000041"
+FENCE = (3, 170)
+DIGEST = "1f" * 32
+SIGNATURE = bytes(range(64))
+
+HELD = HeldAttempt(attempt=ATTEMPT, fence=FENCE, spooled=True)
+SERVED = {POLICY: VersionRef(version=12, digest=DIGEST)}
+SUMMARY = GroupSummary(
+    attempt=ATTEMPT,
+    fence=FENCE,
+    job=JOB,
+    digest=DIGEST,
+    size_bytes=81_234,
+    rewards=(0.0, 1.0),
+    lengths=(17, 64),
+    versions={POLICY: (11, 12)},
+    prompt_tokens=23,
+    queued_s=0.25,
+    generating_s=3.5,
+    agent="paris",
+)
+RUN = RunSpec(
+    name="arithmetic",
+    seed=7,
+    policies={"solver": PolicySpec(model="models/tiny", settings={"learning_rate": 0.001})},
+    task=TaskSpec(
+        source="reasoning-gym", dataset="chain_sum", settings={"min_terms": 2}, held_out_one_in=5
+    ),
+    workflow=WorkflowSpec(policies=("solver",), settings={"system": "Answer with a number."}),
+    evaluation=EvaluationSpec(items=512, every_versions=20),
+)
+STATUS = SchedulerStatus(
+    term=3,
+    build="0.1.0",
+    uptime_s=12.5,
+    runs=(
+        RunStatus(
+            name="arithmetic",
+            state="running",
+            reason="",
+            policies=(
+                PolicyStatus(
+                    policy=POLICY,
+                    trainer="training",
+                    step=12,
+                    steps=100,
+                    head_version=12,
+                    head_digest=DIGEST,
+                    checkpoint_step=0,
+                    buffered_groups=9,
+                    last_step=StepStatus(
+                        policy=POLICY,
+                        step=12,
+                        version=12,
+                        reward_mean=0.4,
+                        policy_lag_mean=1.5,
+                        policy_lag_max=3,
+                        response_tokens=4096,
+                        busy_s=1.25,
+                        waiting_s=0.5,
+                        delta_bytes=70_000,
+                        full_bytes=600_000,
+                        at_s=99.0,
+                    ),
+                    evaluations=(
+                        EvaluationStatus(
+                            policy=POLICY,
+                            version=0,
+                            step=0,
+                            items=512,
+                            scored=512,
+                            accuracy=0.11,
+                            done=True,
+                        ),
+                    ),
+                ),
+            ),
+            accounting=(AccountingRow(policy=POLICY, kind="train", submitted=3, queued=3),),
+        ),
+    ),
+    agents=(
+        AgentStatus(
+            name="paris",
+            state="ready",
+            slots=8,
+            running_sequences=8,
+            leases=2,
+            rtt_s=0.04,
+            rate_tokens_s=None,
+            tokens_generated=123_456,
+            bytes_up=1000,
+            bytes_down=2000,
+            versions={POLICY: 12},
+            digests={POLICY: DIGEST},
+            groups_done=40,
+            attempts_failed=1,
+        ),
+    ),
+    counters={"leases_offered": 42},
+)
+
+SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
+    (
+        Hello(
+            role=Role.AGENT,
+            incarnation=4,
+            build="0.1.0",
+            features=("zstd",),
+            agent=AgentInventory(
+                slots=8,
+                hardware="h100",
+                engine="torch",
+                workflows={"single_turn": DIGEST},
+                rewards=("exact",),
+                held=(HELD,),
+                versions=SERVED,
+                labels={"site": "home"},
+            ),
+            trainer=TrainerInventory(policy=POLICY, checkpoint_step=40, checkpoint_version=41),
+        ),
+        (),
+    ),
+    (
+        Welcome(
+            term=3,
+            heartbeat_s=2.0,
+            lost_after_s=12.0,
+            features=("zstd",),
+            policies=(POLICY,),
+            run=RUN,
+            highest_version=41,
+            stopping=True,
+        ),
+        (),
+    ),
+    (Refuse(code="protocol.version", message="speak version 1", retry_s=5.0), ()),
+    (HelloRequired(), ()),
+    (Ping(sequence=9, sent_s=100.5), ()),
+    (Pong(sequence=9, sent_s=100.5), ()),
+    (Goodbye(reason="drained"), ()),
+    (
+        Heartbeat(
+            sequence=9,
+            sent_s=100.5,
+            held=(HELD,),
+            running_sequences=7,
+            waiting_sequences=1,
+            tokens_generated=123_456,
+            versions=SERVED,
+            rtt_s=0.04,
+            spool_bytes=81_234,
+            bytes_up=1000,
+            bytes_down=2**40,
+            draining=True,
+        ),
+        (),
+    ),
+    (HeartbeatReply(sequence=9, sent_s=100.5, unknown=(ATTEMPT,)), ()),
+    (HostedPolicies(policies=(POLICY,)), ()),
+    (
+        LeaseOffer(
+            attempt=ATTEMPT,
+            fence=FENCE,
+            job=JOB,
+            kind="train",
+            items=(Item(index=41, prompt="2 + 3 = ?", answer="5", meta='{"terms": 2}'),),
+            group_size=8,
+            workflow="single_turn",
+            settings={"system": "Answer with a number.", "turns": 1},
+            policies={"solver": POLICY},
+            reward=RewardSpec(name="reasoning-gym", dataset="chain_sum"),
+            max_new_tokens=64,
+            temperature=1.0,
+            seed=2**63,
+            lease_s=120.0,
+            pinned={POLICY: 12},
+        ),
+        (),
+    ),
+    (LeaseReply(attempt=ATTEMPT, fence=FENCE, accepted=False, reason="draining"), ()),
+    (LeaseRevoke(attempt=ATTEMPT, fence=FENCE, reason="superseded"), ()),
+    (AttemptFailed(attempt=ATTEMPT, fence=FENCE, code="engine.generation", detail="é"), ()),
+    (
+        VersionServing(
+            policy=POLICY, version=12, digest=DIGEST, pause_s=0.2, fetched_bytes=70_000, fetch_s=1.5
+        ),
+        (),
+    ),
+    (BatchRequest(policy=POLICY, step=13, groups=32, head_version=12), ()),
+    (
+        BatchGrant(
+            policy=POLICY,
+            step=13,
+            groups=(GroupRef(job=JOB, digest=DIGEST, size_bytes=81_234, policy_lag=2),),
+        ),
+        (),
+    ),
+    (GroupUnusable(policy=POLICY, step=13, job=JOB, code="integrity.checksum"), ()),
+    (
+        StepReport(
+            policy=POLICY, step=13, version=13, busy_s=1.25, waiting_s=0.5, metrics={"loss": -0.1}
+        ),
+        (),
+    ),
+    (CheckpointReport(policy=POLICY, step=20, version=20, final=True), ()),
+    (RunState(run="arithmetic", state="paused"), ()),
+    (TrajectoriesStored(summaries=(SUMMARY,)), ()),
+    (SummariesAccepted(digests=(DIGEST,)), ()),
+    (BodiesReleased(digests=(DIGEST,)), ()),
+    (BodiesGone(digests=(DIGEST,)), ()),
+    (
+        VersionStored(
+            policy=POLICY,
+            version=13,
+            parent=12,
+            step=13,
+            digest=DIGEST,
+            delta_bytes=70_000,
+            full_bytes=600_000,
+        ),
+        (),
+    ),
+    (VersionAccepted(policy=POLICY, version=13), ()),
+    (RunSubmit(run=RUN), ()),
+    (RunCommand(run="arithmetic", command="stop"), ()),
+    (CommandReply(ok=False, code="config", message="no such run"), ()),
+    (StatusRequest(), ()),
+    (StatusReply(status=STATUS), ()),
+    (TrajectoryPut(summary=SUMMARY), (b"fftg\x01 packed",)),
+    (TrajectoryAck(attempt=ATTEMPT, digest=DIGEST), ()),
+    (TrajectoryRefused(attempt=ATTEMPT, digest=DIGEST, code="integrity", message="no"), ()),
+    (BodyRequest(digests=(DIGEST,)), ()),
+    (Body(digest=DIGEST), (b"fftg\x01 packed",)),
+    (VersionOffer(manifest=b"\x81\xa1v\x0d", signature=SIGNATURE, key_id="ab" * 8), ()),
+    (VersionDurable(policy=POLICY, version=13), ()),
+    (VersionRejected(policy=POLICY, version=13, code="integrity.base", message="wrong base"), ()),
+    (WeightsRequest(policy=POLICY, have_version=12, have_digest=DIGEST, upto=16), ()),
+    (
+        WeightsPlan(
+            policy=POLICY,
+            version=13,
+            steps=(
+                PlanStep(
+                    manifest=b"\x81\xa1v\x0d",
+                    signature=SIGNATURE,
+                    key_id="ab" * 8,
+                    files=("delta.safetensors",),
+                ),
+            ),
+        ),
+        (),
+    ),
+    (ChunkRequest(digest=DIGEST, indices=(0, 1, 2, 300)), ()),
+    (Chunk(digest=DIGEST, index=300), (b"\x00\xff" * 8,)),
+)
+
+_LENGTH = struct.Struct("<I")
+
+
+def join_frames(frames: list[bytes]) -> bytes:
+    return b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
+
+
+def split_frames(blob: bytes) -> list[bytes]:
+    frames = []
+    position = 0
+    while position < len(blob):
+        (size_bytes,) = _LENGTH.unpack_from(blob, position)
+        position += _LENGTH.size
+        frames.append(blob[position : position + size_bytes])
+        position += size_bytes
+    return frames
+
+
+def expectation(message: Message, payload: tuple[bytes, ...]) -> dict[str, Any]:
+    return {
+        "kind": KIND_OF[type(message)],
+        "header": msgspec.to_builtins(message),
+        "payload": [frame.hex() for frame in payload],
+    }
+
+
+def write_missing(folder: Path) -> list[str]:
+    """Names of the kinds whose files were written; files that exist are left as they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for message, payload in SAMPLES:
+        name = type(message).__name__
+        paths = (folder / f"{name}.bin", folder / f"{name}.json")
+        if any(path.exists() for path in paths):
+            continue
+        meaning = msgspec.json.format(msgspec.json.encode(expectation(message, payload)), indent=1)
+        with paths[0].open("xb") as file:
+            file.write(join_frames(encode(message, payload)))
+        with paths[1].open("xb") as file:
+            file.write(meaning + b"\n")
+        written.append(name)
+    return written
+
+
+@click.command()
+def main() -> None:
+    """Write the golden files that do not exist yet."""
+    written = write_missing(FOLDER)
+    click.echo(f"{len(written)} of {len(KINDS)} written to {FOLDER.name}: {' '.join(written)}")
+
+
+if __name__ == "__main__":
+    main()
