@@ -21,7 +21,11 @@ def make_trainer(spec: PolicySpec, config: TrainerTable) -> Trainer:
         from cloud_trainer.numpy_trainer import NumpyTrainer
 
         return NumpyTrainer(spec.settings, where=where)
-    raise NotImplementedError
+    from cloud_trainer.torch_trainer import TorchTrainer
+
+    return TorchTrainer(
+        spec.settings, where=where, device=config.device, threads=config.threads
+    )
 
 
 def spec_digest(run: RunSpec, policy: str) -> str:

@@ -479,7 +479,12 @@ class WeightsRequest(Message, frozen=True, kw_only=True):
 
 
 class PlanStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One version on the way: its signed manifest and which of its files to fetch."""
+    """One version on the way: its signed manifest and which of its files to fetch.
+
+    A snapshot that the weight store made itself comes as two steps: the trainer's signed manifest
+    without files, then an unsigned one (empty ``signature`` and ``key_id``) that lists the
+    snapshot's files. What they add up to is proved by the signed state digest.
+    """
 
     manifest: bytes
     signature: bytes

@@ -345,12 +345,18 @@ async def test_an_open_hub_or_link_is_only_allowed_on_loopback(network):
             network.hub(endpoint, OPTIONS)
         with pytest.raises(ConfigError, match="loopback"):
             network.link(endpoint, OPTIONS)
-    for endpoint in ("tcp://127.0.0.1:0", "tcp://127.8.8.8:0", "tcp://localhost:0", "tcp://[::1]:0"):
+    for endpoint in (
+        "tcp://127.0.0.1:0",
+        "tcp://127.8.8.8:0",
+        "tcp://localhost:0",
+        "tcp://[::1]:0",
+    ):
         require_loopback(endpoint)
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", "127.0.0.1:7700", "ipc:///tmp/x", "tcp://127.0.0.1", "tcp://:1", "tcp://a:99999"]
+    "endpoint",
+    ["", "127.0.0.1:7700", "ipc:///tmp/x", "tcp://127.0.0.1", "tcp://:1", "tcp://a:99999"],
 )
 async def test_a_malformed_endpoint_is_a_config_error(network, endpoint):
     with pytest.raises(ConfigError, match="endpoint"):

@@ -225,7 +225,8 @@ def test_one_bad_file_costs_only_itself_and_is_named(folder):
     (folder / "bad.toml").write_text("name = ")
     (folder / "notes.txt").write_text("not a key")
     KeyPair.generate("secret", Role.AGENT).save(folder / "secret.toml")
-    write_public(folder, "renamed", KeyPair.generate("x", Role.AGENT), name="other")
+    write_public(folder, "other", KeyPair.generate("x", Role.AGENT))
+    (folder / "other.toml").rename(folder / "renamed.toml")
     allowed = AllowList(folder, now=0.0)
     assert len(allowed) == 1
     assert allowed.lookup(good.public_key) is not None
