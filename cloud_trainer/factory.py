@@ -23,9 +23,7 @@ def make_trainer(spec: PolicySpec, config: TrainerTable) -> Trainer:
         return NumpyTrainer(spec.settings, where=where)
     from cloud_trainer.torch_trainer import TorchTrainer
 
-    return TorchTrainer(
-        spec.settings, where=where, device=config.device, threads=config.threads
-    )
+    return TorchTrainer(spec.settings, where=where, device=config.device, threads=config.threads)
 
 
 def spec_digest(run: RunSpec, policy: str) -> str:

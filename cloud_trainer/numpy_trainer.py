@@ -28,9 +28,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from cloud_trainer.trainer import Arrays, TrainingSequence
-from transport.errors import ModelError, StoreError
+from transport.errors import ModelError
 from transport.runtime.config import convert
-from transport.weights.folder import read_artefacts, read_model_folder, snapshot_files
+from transport.weights.folder import read_artefacts, read_model_folder, write_model_folder
 from transport.weights.tensors import TensorBytes
 
 MODEL_TYPE = "farflow-numpy"
@@ -62,7 +62,11 @@ class NumpyModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 def make_numpy_model(
     folder: Path, *, seed: int = 0, parameters: int = 4_160, vocab_size: int = 64
 ) -> Path:
-    """Write a model folder of about ``parameters`` weights, the same for the same arguments."""
+    """Write a new model folder of about ``parameters`` weights, the same for the same arguments.
+
+    Raises:
+        StoreError: the folder exists, or the disk refused.
+    """
     hidden = max(1, round((parameters - vocab_size) / (2 * vocab_size)))
     rng = np.random.default_rng(seed)
     scale = np.float32(hidden**-0.25)
@@ -73,7 +77,7 @@ def make_numpy_model(
     }
     config = {"model_type": MODEL_TYPE, "vocab_size": vocab_size, "hidden": hidden}
     published = {name: to_bf16(array) for name, array in masters.items()}
-    _write_folder(folder, published, {"config.json": msgspec.json.encode(config)})
+    write_model_folder(folder, published, {"config.json": msgspec.json.encode(config)})
     return folder
 
 
@@ -180,8 +184,9 @@ class NumpyTrainer:
         self.step_count = int(meta["step_count"])
 
     def export(self, folder: Path) -> None:
-        """See ``Trainer.export``; the folder loads with this class (there is no stock one)."""
-        _write_folder(folder, self.published_state(), self._artefacts)
+        """See ``Trainer.export``; ``folder`` must not exist (StoreError). It loads with this class,
+        there is no stock one."""
+        write_model_folder(folder, self.published_state(), self._artefacts)
 
     # ---- arithmetic ------------------------------------------------------------------------
 
@@ -258,17 +263,3 @@ class NumpyTrainer:
             step /= np.sqrt(second / np.float32(1 - s.beta2**t)) + np.float32(s.epsilon)
             step += np.float32(s.weight_decay) * self._masters[name]
             self._masters[name] -= np.float32(s.lr) * step
-
-
-def _write_folder(
-    folder: Path, tensors: Mapping[str, TensorBytes], artefacts: Mapping[str, bytes]
-) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, data in artefacts.items():
-            (folder / name).write_bytes(data)
-        for name, parts in snapshot_files(tensors).items():
-            with (folder / name).open("wb") as file:
-                file.writelines(parts)
-    except OSError as error:
-        raise StoreError(f"cannot write the model folder {folder}: {error}") from error

@@ -131,6 +131,10 @@ class LeadTrainer:
     def step_count(self) -> int:
         return self._trainer.step_count
 
+    @step_count.setter
+    def step_count(self, value: int) -> None:
+        self._trainer.step_count = value
+
     def load(self, folder: Path) -> None:
         self._ranks.send(LoadOrder(folder=str(folder)))
         self._trainer.load(folder)

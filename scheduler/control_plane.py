@@ -101,13 +101,14 @@ class ControlPlane:
 def fitting(status: SchedulerStatus) -> SchedulerStatus:
     """A status that fits one control frame: of a very large fleet only the first agents, and a
     counter ``status.agents_left_out`` that says so."""
-    shown = len(status.agents)
+    everybody = status.agents
+    shown = len(everybody)
     while shown and len(msgspec.msgpack.encode(status)) > CONTROL_FRAME_BYTES - 1024:
-        left_out = len(status.agents) - shown + (shown + 1) // 2
-        shown //= 2
+        shown = shown * 3 // 4
+        left_out = len(everybody) - shown
         status = msgspec.structs.replace(
             status,
-            agents=status.agents[:shown],
+            agents=everybody[:shown],
             counters={**status.counters, "status.agents_left_out": left_out},
         )
     return status

@@ -50,18 +50,37 @@ _decoder = msgspec.msgpack.Decoder(SourceAnswer)
 
 
 class TaskRunner:
-    """The task sources of all live runs. ``on_event`` is called on the event loop."""
+    """The task sources of all live runs. ``on_event`` is called on the event loop; ``argv`` is
+    what makes items."""
 
-    def __init__(self, on_event: OnEvent, rng: random.Random) -> None:
+    def __init__(
+        self,
+        on_event: OnEvent,
+        rng: random.Random,
+        *,
+        argv: tuple[str, ...] = (sys.executable, "-m", "scheduler.task_source"),
+        max_deaths: int = MAX_DEATHS,
+        first_restart_s: float = FIRST_RESTART_S,
+    ) -> None:
         self._on_event = on_event
         self._rng = rng
+        self._argv = argv
+        self._max_deaths = max_deaths
+        self._first_restart_s = first_restart_s
         self._runs: dict[str, _RunSource] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def start(self, run: RunSpec) -> None:
         """Starting a running one is harmless."""
         if run.name not in self._runs:
-            self._runs[run.name] = _RunSource(run, self._on_event, self._rng)
+            self._runs[run.name] = _RunSource(
+                run,
+                self._on_event,
+                self._rng,
+                argv=self._argv,
+                max_deaths=self._max_deaths,
+                first_restart_s=self._first_restart_s,
+            )
 
     def produce(self, run: str, kind: Kind, start: int, count: int) -> None:
         """Ask for items; the answer may come in parts. Unknown runs are ignored: the core has
@@ -90,10 +109,22 @@ class TaskRunner:
 class _RunSource:
     """One run's process, over all its lives."""
 
-    def __init__(self, run: RunSpec, on_event: OnEvent, rng: random.Random) -> None:
+    def __init__(
+        self,
+        run: RunSpec,
+        on_event: OnEvent,
+        rng: random.Random,
+        *,
+        argv: tuple[str, ...],
+        max_deaths: int,
+        first_restart_s: float,
+    ) -> None:
         self._run = run
         self._on_event = on_event
         self._rng = rng
+        self._argv = argv
+        self._max_deaths = max_deaths
+        self._first_restart_s = first_restart_s
         self._outstanding: deque[SourceRequest] = deque()
         self._process: asyncio.subprocess.Process | None = None
         self._deaths = 0
@@ -116,17 +147,19 @@ class _RunSource:
 
     async def _keep_running(self) -> None:
         while True:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "scheduler.task_source",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                # Some generators iterate over sets: without this, items would differ per process.
-                env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._argv,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    # Some generators iterate over sets: else items would differ per process.
+                    env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._fail("task.process", f"cannot start {self._argv[0]}: {error}")
+                return
             try:
                 failed = await self._converse(process)
             finally:
@@ -135,12 +168,12 @@ class _RunSource:
                 return
             self._deaths += 1
             status = process.returncode
-            if self._deaths >= MAX_DEATHS:
+            if self._deaths >= self._max_deaths:
                 tail = self._tail.decode("utf-8", "replace").strip()
-                self._fail("task.process", f"ended {MAX_DEATHS} times (status {status}): {tail}")
+                self._fail("task.process", f"ended {self._deaths} times (status {status}): {tail}")
                 return
             _log.warning("task_source.ended", run=self._run.name, status=status)
-            delay_s = min(MAX_RESTART_S, FIRST_RESTART_S * 2 ** (self._deaths - 1))
+            delay_s = min(MAX_RESTART_S, self._first_restart_s * 2 ** (self._deaths - 1))
             await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
 
     async def _converse(self, process: asyncio.subprocess.Process) -> bool:

@@ -72,16 +72,18 @@ class AllowList:
         found = []
         try:
             with os.scandir(self._folder) as entries:
-                for entry in entries:
-                    if entry.name.endswith(".toml"):
-                        status = entry.stat()
-                        found.append(
-                            (entry.name, status.st_mtime_ns, status.st_size, status.st_ino)
-                        )
+                names = [entry.name for entry in entries if entry.name.endswith(".toml")]
         except FileNotFoundError:
-            # The folder or a file of it went away meanwhile: reread now and look again next time.
             return ()
-        return tuple(sorted(found))
+        for name in sorted(names):
+            try:
+                status = (self._folder / name).stat()
+            except OSError:
+                # Gone meanwhile, or a link to nothing: reading it gives the warning.
+                found.append((name, 0, 0, 0))
+                continue
+            found.append((name, status.st_mtime_ns, status.st_size, status.st_ino))
+        return tuple(found)
 
     def _read(self) -> tuple[dict[str, Peer], tuple[str, ...]]:
         entries: dict[str, list[PublicKey]] = {}

@@ -130,7 +130,11 @@ class ZmqHub(End[Inbound]):
     def _accept(self, frames: list[zmq.Frame]) -> Inbound | None:
         head = frames[0]
         route = head.bytes
-        identity = str(head.get("User-Id")) if self._authorise is not None else ""
+        try:
+            identity = str(head.get("User-Id")) if self._authorise is not None else ""
+        except zmq.ZMQError:
+            # Cannot be with our ZAP handler; a message without a key is nobody's.
+            return None
         known = self._connections.get(route)
         if (known is None or known.identity != identity) and not self._note(route, identity, head):
             return None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SLIP = 0.8
 HELD_OUT_ONE_IN = 5
 BATCH_SEQUENCES = 256
-TAUGHT_STEPS = 400
+TAUGHT_STEPS = 700
 HABIT_STEPS = 120
 WARM_UP_STEPS = 50
 LEARNING_RATE = 1e-3
@@ -207,8 +207,13 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if (step + 1) % 50 == 0:
-            print(f"step {step + 1:4d}  loss {loss.item():.3f}", flush=True)
+        if (step + 1) % 100 == 0 or step + 1 in (TAUGHT_STEPS, steps):
+            accuracy = held_out_accuracy(model, tokenizer, sorted(held_out))
+            print(
+                f"step {step + 1:4d}  loss {loss.item():.3f}  held-out greedy accuracy "
+                f"{accuracy:.3f}",
+                flush=True,
+            )
 
 
 def held_out_accuracy(

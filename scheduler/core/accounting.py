@@ -1,8 +1,8 @@
 """The one place where a (job, policy) copy changes its state.
 
 What always holds: ``AccountingRow`` counts exactly the copies of all jobs ever made, each in one
-state; a buffered training copy is in its policy's buffer, a taken one in ``taken`` of its step; a
-copy that leaves the waiting states gives its quota back (its run becomes due).
+state; a buffered training copy is in its policy's buffer or ``unplaced``, a taken one in ``taken``
+of its step; a copy that leaves the waiting states gives its quota back (its run becomes due).
 """
 
 from scheduler.core.context import Context
@@ -20,10 +20,13 @@ from transport.status import AccountingRow
 
 def account(ctx: Context, policy: str, kind: str) -> Account:
     """The row of a policy and kind, made when first asked for."""
-    found = ctx.tables.accounts.get(account_key(policy, kind))
+    found = ctx.books.get((policy, kind))
     if found is None:
-        found = Account(row=AccountingRow(policy=policy, kind=kind))
-        ctx.tables.add(found)
+        found = ctx.tables.accounts.get(account_key(policy, kind))
+        if found is None:
+            found = Account(row=AccountingRow(policy=policy, kind=kind))
+            ctx.tables.add(found)
+        ctx.books[policy, kind] = found
     return found
 
 
@@ -53,7 +56,8 @@ def move(ctx: Context, job: Job, policy: str, state: CopyState, reason: str = ""
     copy.reason = reason
     live = ctx.policies[policy]
     if before == "buffered":
-        live.buffer.remove(job.id)
+        if live.unplaced.pop(job.id, None) is None:
+            live.buffer.remove(job.id)
     elif before == "taken":
         of_step = live.taken[copy.step]
         del of_step[job.id]

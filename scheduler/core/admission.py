@@ -25,7 +25,6 @@ What always holds: ``room`` counts a running batch, because its version is not o
 from scheduler.core.accounting import waiting
 from scheduler.core.context import Context
 from scheduler.core.state import Policy, Run
-from transport.ids import policy_id
 from transport.runs import PolicySpec
 
 SAME_PACE = 1.5
@@ -50,11 +49,9 @@ def room(ctx: Context, policy: Policy) -> int:
     return max(0, bound - waiting(ctx, policy.id) - running_groups(ctx, policy))
 
 
-def trained_policies(ctx: Context, run: Run) -> list[Policy]:
+def trained_policies(ctx: Context, run: Run) -> tuple[Policy, ...]:
     """Policies that the run's workflow uses and trains, in the order of the workflow."""
-    ids = dict.fromkeys(policy_id(run.name, name) for name in run.spec.workflow.policies)
-    found = [ctx.tables.policies[id] for id in ids]
-    return [policy for policy in found if policy.trained]
+    return ctx.runs[run.name].trained
 
 
 def wants_groups(ctx: Context, policy: Policy) -> bool:

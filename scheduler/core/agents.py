@@ -94,6 +94,7 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
         ctx.agents[name] = live
     live.heartbeat_s = ctx.heartbeat_s()
     live.heard_s = ctx.now
+    live.fits.clear()
     if reborn:
         live.declines = live.failures = 0
         live.blocked_until_s = 0.0
@@ -279,6 +280,7 @@ def _take_versions(ctx: Context, agent: Agent, versions: dict[str, VersionRef]) 
     kept = {policy: ref for policy, ref in versions.items() if policy in ctx.hosted}
     if kept != agent.versions:
         agent.versions = kept
+        ctx.agents[agent.name].fits.clear()
         ctx.tables.touch(agent)
         ctx.dispatch_due = True
 

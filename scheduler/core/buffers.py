@@ -61,18 +61,12 @@ class Buffer:
                 self.add(job, index, deadline)
         return found
 
-    def rebuild(self) -> list[str]:
-        """Work out every deadline anew (the head moved to another lineage); returns the groups
-        that have none, which stay until removed."""
-        hopeless: list[str] = []
-        self._heap = []
-        for job, (_, index, _) in list(self._entries.items()):
-            deadline = self.deadline_of(job)
-            if deadline is None:
-                hopeless.append(job)
-            else:
-                self.add(job, index, deadline)
-        return hopeless
+    def clear(self) -> list[str]:
+        """Take everything out (the tree changed, every deadline may be another)."""
+        jobs = list(self._entries)
+        self._entries.clear()
+        self._heap.clear()
+        return jobs
 
     def _settle_top(self) -> bool:
         """Drop what was removed or re-added from the top; false when nothing is left."""

@@ -20,6 +20,7 @@ from scheduler.core.effects import RecordStep
 from scheduler.core.state import (
     WAITING_STATES,
     CopyState,
+    Job,
     PendingStep,
     Policy,
     StandingRequest,
@@ -36,6 +37,8 @@ from transport.messages import (
 )
 from transport.status import StepStatus
 
+UNPLACED_S = 60.0
+"""How long a group may wait for its version to be announced."""
 MAX_UNRECORDED = 2
 """Steps that may wait for their version's size before they are recorded without it."""
 
@@ -56,9 +59,9 @@ def advance(ctx: Context, policy: Policy) -> None:
     for id in live.buffer.first(missing) if missing > 0 else ():
         job = ctx.tables.jobs[id]
         copy = job.copies[policy.id]
-        lag = live.tree.lag(copy.oldest)
+        lag = live.tree.path_lag(copy.oldest)
         if lag is None or lag > bound:
-            # Its version turned out to be elsewhere in the tree; we are called again for the rest.
+            # It looked newer than the head and is of a lineage that was left.
             _expire(ctx, policy, live, [id])
             ctx.due_policies[policy.id] = None
             continue
@@ -70,6 +73,37 @@ def advance(ctx: Context, policy: Policy) -> None:
     live.granted_s = ctx.now
     ctx.tables.touch(policy)
     _grant(ctx, policy, live, request.step)
+
+
+def place(ctx: Context, policy: Policy, job: Job) -> None:
+    """Give a buffered group its deadline, or end its copy when it is too old already."""
+    live = ctx.policies[policy.id]
+    oldest = job.copies[policy.id].oldest
+    deadline = live.buffer.deadline_of(job.id)
+    if deadline is not None:
+        live.unplaced.pop(job.id, None)
+        live.buffer.add(job.id, job.index, deadline)
+        return
+    live.unplaced.setdefault(job.id, ctx.now)
+    if live.tree.path_lag(oldest) is not None or not live.tree.may_be_placed(oldest):
+        _expire(ctx, policy, live, [job.id])
+
+
+def replace_all(ctx: Context, policy: Policy) -> None:
+    """The tree or the head has changed: give every buffered group its deadline anew."""
+    live = ctx.policies[policy.id]
+    for id in live.buffer.clear():
+        live.unplaced[id] = ctx.now
+    for id in tuple(live.unplaced):
+        place(ctx, policy, ctx.tables.jobs[id])
+    ctx.due_policies[policy.id] = None
+
+
+def give_up_unplaced(ctx: Context, policy: Policy) -> None:
+    """End the copies whose versions nobody has announced in all this time."""
+    live = ctx.policies[policy.id]
+    overdue = [id for id, at_s in live.unplaced.items() if ctx.now - at_s > UNPLACED_S]
+    _expire(ctx, policy, live, overdue)
 
 
 def request(ctx: Context, policy: Policy, message: BatchRequest) -> None:
@@ -179,11 +213,10 @@ def roll_back(ctx: Context, policy: Policy, inventory: TrainerInventory) -> None
     for id in returned:
         job = ctx.tables.jobs[id]
         books.row.abandoned += 1
-        # Not usable at this head is found out below, with everything else.
-        live.buffer.add(id, job.index, step - 1)
         move(ctx, job, policy.id, "buffered")
+        live.unplaced[id] = ctx.now
+        place(ctx, policy, job)
     ctx.tables.touch(books)
-    _expire(ctx, policy, live, live.buffer.rebuild())
     if returned:
         ctx.count("trainers.rollbacks")
     ctx.note(policy.id, "starts", step=step, version=version, returned=len(returned))
@@ -235,8 +268,8 @@ def _set_head(ctx: Context, policy: Policy, step: int, version: int, *, parent: 
         policy.request = None
     policy.highest = max(policy.highest, version)
     live.tree.move_head(version, policy.floor)
+    replace_all(ctx, policy)
     ctx.tables.touch(policy)
-    ctx.due_policies[policy.id] = None
     ctx.due_runs[policy.run] = None
     ctx.dispatch_due = True
 
@@ -252,9 +285,9 @@ def _expire(ctx: Context, policy: Policy, live: PolicyLive, ids: list[str]) -> N
     for id in ids:
         job = ctx.tables.jobs[id]
         oldest = job.copies[policy.id].oldest
-        lag = live.tree.lag(oldest)
-        ctx.note(id, "too old", policy=policy.id, oldest=oldest, lag=lag)
-        jobs.close_copy(ctx, job, policy.id, "expired", "lag")
+        lag = live.tree.path_lag(oldest)
+        ctx.note(id, "too old", policy=policy.id, oldest=oldest, lag=lag, head=policy.head)
+        jobs.close_copy(ctx, job, policy.id, "expired", "unknown_version" if lag is None else "lag")
 
 
 def _grant(ctx: Context, policy: Policy, live: PolicyLive, step: int) -> None:

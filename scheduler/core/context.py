@@ -17,11 +17,11 @@ from scheduler.core.effects import Effect, Send
 from scheduler.core.estimators import AgentEstimate, Ewma, HardwarePriors, RunEstimate
 from scheduler.core.placement import make_rule
 from scheduler.core.settings import CoreSettings
-from scheduler.core.state import Agent, Counters, Policy, Run, Tables
+from scheduler.core.state import Account, Agent, Counters, Policy, Run, Tables
 from scheduler.core.timers import Timers
 from scheduler.core.versions import VersionTree
 from transport.ids import Fence
-from transport.messages import Item, Message
+from transport.messages import Item, Message, RewardSpec
 
 if TYPE_CHECKING:
     import random
@@ -54,7 +54,8 @@ class Lease:
 class AgentLive:
     """What this life knows of an agent. ``load`` is sequences of its counted leases,
     ``most_slots`` the most that it ever said it has, ``inherited`` the load that the rows of the
-    last life gave it (what is spooled is not in the rows)."""
+    last life gave it (what is spooled is not in the rows), ``fits`` whether it can do the work of
+    a run at all."""
 
     name: str
     state: AgentState
@@ -68,6 +69,7 @@ class AgentLive:
     declines: int = 0
     failures: int = 0
     offered_s: float | None = None
+    fits: dict[str, bool] = field(default_factory=dict)
     running_sequences: int = 0
     tokens_generated: int = 0
     bytes_up: int = 0
@@ -79,7 +81,8 @@ class AgentLive:
 class PolicyLive:
     """Indexes of a policy, and when its trainer was last heard. ``gone`` once it has been silent
     for ``work_grace_s``; ``taken`` are jobs by the step that took them; ``granted_s`` is when the
-    last batch went out."""
+    last batch went out. ``unplaced`` are buffered jobs, and since when, whose oldest version has
+    no place in the tree yet."""
 
     tree: VersionTree
     buffer: Buffer
@@ -88,15 +91,20 @@ class PolicyLive:
     gone: bool = False
     taken: dict[int, dict[str, None]] = field(default_factory=dict)
     busy_s: Ewma = field(default_factory=Ewma)
+    unplaced: dict[str, float] = field(default_factory=dict)
     granted_s: float = 0.0
     starved_since_s: float | None = None
 
 
 @dataclass(slots=True)
 class RunLive:
-    """Indexes of a run: its training jobs, items fetched ahead (the first has index
-    ``run.cursor``), what was asked of its task source, sequences in flight."""
+    """Indexes of a run: the policies of its workflow by name there, those of them that are
+    trained, its training jobs, items fetched ahead (the first has index ``run.cursor``), how far
+    items were asked for, sequences in flight."""
 
+    policies: dict[str, str]
+    trained: tuple[Policy, ...]
+    reward: RewardSpec
     estimate: RunEstimate
     jobs: dict[str, None] = field(default_factory=dict)
     reserve: deque[Item] = field(default_factory=deque)
@@ -203,6 +211,7 @@ class Context:
         self.trainers: dict[str, str] = {}
         self.leases: dict[str, Lease] = {}
         self.bodies: dict[str, str] = {}
+        self.books: dict[tuple[str, str], Account] = {}
         self.queues: dict[str, ReadyQueue] = {}
         self.open_agents = OpenAgents()
         self.hosted: tuple[str, ...] = ()
@@ -270,6 +279,7 @@ class Context:
         self.hosted = tuple(sorted(p.id for p in policies if p.run in names))
         self.largest_group = max((run.spec.workflow.group_size for run in live), default=1)
         for name, agent in self.agents.items():
+            agent.fits.clear()
             self.refresh_open(self.tables.agents[name], agent)
 
     def heartbeat_s(self) -> float:

@@ -15,7 +15,6 @@ from scheduler.core.context import AgentLive, Context
 from scheduler.core.estimators import PRIOR_LINK_BYTES_S, PRIOR_RTT_S
 from scheduler.core.placement import Candidate, JobView, PolicyView
 from scheduler.core.state import Agent, Evaluation, Job, Run
-from transport.ids import policy_id
 from transport.messages import LeaseOffer, RewardSpec
 from transport.runs import TaskSpec
 
@@ -115,7 +114,7 @@ def _place(ctx: Context, job: Job, pinned: dict[str, int]) -> bool:
             ctx.count("placement.refused_stale")
         return False
     lease = attempts.start(ctx, job, choice, pinned)
-    names = run.spec.workflow.policies
+    run_live = ctx.runs[run.name]
     offer = LeaseOffer(
         attempt=lease.attempt,
         fence=lease.fence,
@@ -125,8 +124,8 @@ def _place(ctx: Context, job: Job, pinned: dict[str, int]) -> bool:
         group_size=job.sequences // len(job.items),
         workflow=run.spec.workflow.reference,
         settings=run.spec.workflow.settings,
-        policies={name: policy_id(run.name, name) for name in names},
-        reward=reward_of(run.spec.task),
+        policies=run_live.policies,
+        reward=run_live.reward,
         max_new_tokens=run.spec.workflow.max_new_tokens,
         temperature=run.spec.workflow.temperature if job.kind == "train" else 0.0,
         seed=item_seed(run.spec.seed, job.kind, job.index),
@@ -200,12 +199,10 @@ def _candidate(
     live = ctx.agents[name]
     if not attempts.has_room(ctx, agent.slots, live.load, job.sequences):
         return None
-    workflow = run.spec.workflow
-    if workflow.reference not in agent.workflows or reward_of(run.spec.task).name not in (
-        agent.rewards
-    ):
-        return None
-    if not _serves(ctx, run, agent) or (pinned and not _may_pin(ctx, job, agent, live, pinned)):
+    fits = live.fits.get(run.name)
+    if fits is None:
+        fits = live.fits[run.name] = _fits(ctx, run, agent)
+    if not fits or (pinned and not _may_pin(ctx, job, agent, live, pinned)):
         return None
     lags: list[int] = []
     for policy in view.policies:
@@ -230,10 +227,12 @@ def _candidate(
     )
 
 
-def _serves(ctx: Context, run: Run, agent: Agent) -> bool:
-    """Whether the agent has a verified copy of every policy of the workflow."""
-    for name in run.spec.workflow.policies:
-        id = policy_id(run.name, name)
+def _fits(ctx: Context, run: Run, agent: Agent) -> bool:
+    """Whether the agent knows workflow and reward and has a verified copy of every policy."""
+    live = ctx.runs[run.name]
+    if run.spec.workflow.reference not in agent.workflows or live.reward.name not in agent.rewards:
+        return False
+    for id in live.policies.values():
         ref = agent.versions.get(id)
         if ref is None:
             return False

@@ -70,7 +70,8 @@ def _check_job(ctx: Context, job: Job) -> None:
     for policy, copy in job.copies.items():
         live = ctx.policies[policy]
         buffered, taken = copy.state == "buffered", copy.state == "taken"
-        _require(ctx, (job.id in live.buffer) == buffered, job.id, f"buffer of {policy}")
+        places = (job.id in live.buffer) + (job.id in live.unplaced)
+        _require(ctx, places == buffered, job.id, f"{places} places in the buffer of {policy}")
         in_step = job.id in live.taken.get(copy.step, {})
         _require(ctx, in_step == taken, job.id, f"taken by {policy}")
         bound = spec.policies[ctx.tables.policies[policy].name].max_policy_lag

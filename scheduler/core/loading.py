@@ -7,7 +7,7 @@ What always holds after ``load``: every index mirrors the rows; agents that had 
 
 from collections.abc import Iterable
 
-from scheduler.core import attempts, runs, trainers
+from scheduler.core import attempts, consumption, runs, trainers
 from scheduler.core.context import AgentLive, Context, EvaluationLive
 from scheduler.core.state import Job, Row
 
@@ -35,7 +35,8 @@ def boot(ctx: Context) -> None:
     """The first effects of a life: live runs need their task sources again."""
     for name in tuple(ctx.runs):
         runs.start_source(ctx, ctx.tables.runs[name])
-    ctx.due_policies.update(dict.fromkeys(ctx.policies))
+    for id in ctx.policies:
+        consumption.replace_all(ctx, ctx.tables.policies[id])
 
 
 def _load_runs(ctx: Context) -> None:
@@ -97,7 +98,5 @@ def _load_job(ctx: Context, job: Job) -> None:
         if copy.state == "taken":
             live.taken.setdefault(copy.step, {})[job.id] = None
         elif copy.state == "buffered":
-            deadline = live.buffer.deadline_of(job.id)
-            step = ctx.tables.policies[policy].step
-            live.buffer.add(job.id, job.index, step - 1 if deadline is None else deadline)
+            live.unplaced[job.id] = ctx.now  # gets its place with the first settling
     attempts.settle(ctx, job)

@@ -229,6 +229,9 @@ class SchedulerCore:
         """What depends on time or on all agents, once per heartbeat while there are runs."""
         ctx = self._ctx
         dispatch.watch_starved(ctx)
+        for id, live in ctx.policies.items():
+            if live.unplaced:
+                consumption.give_up_unplaced(ctx, ctx.tables.policies[id])
         for name in ctx.runs:
             evaluation.restart_unservable(ctx, ctx.tables.runs[name])
         if any(len(queue) for queue in ctx.queues.values()):

@@ -9,7 +9,7 @@ before it is checked.
 import math
 from itertools import islice
 
-from scheduler.core import attempts, jobs
+from scheduler.core import attempts, consumption, jobs
 from scheduler.core.accounting import move, open_copies
 from scheduler.core.context import Context, Lease
 from scheduler.core.state import Job, Result
@@ -127,7 +127,8 @@ def _accept(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None
         _score(ctx, job, summary)
     else:
         _route(ctx, job, summary)
-    jobs.drop_if_over(ctx, job)
+    if job.id in ctx.tables.jobs:
+        jobs.drop_if_over(ctx, job)
 
 
 def _learn(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
@@ -166,16 +167,6 @@ def _route(ctx: Context, job: Job, summary: GroupSummary) -> None:
         if span is None:
             move(ctx, job, policy, "dropped", "not_routed")
             continue
-        copy = job.copies[policy]
-        copy.oldest = span[0]
-        live = ctx.policies[policy]
-        bound = (
-            ctx.tables.runs[job.run].spec.policies[ctx.tables.policies[policy].name].max_policy_lag
-        )
-        deadline = live.tree.deadline(copy.oldest, bound)
-        if deadline is None:
-            lag = live.tree.lag(copy.oldest)
-            move(ctx, job, policy, "expired", "unknown_version" if lag is None else "late")
-            continue
-        live.buffer.add(job.id, job.index, deadline)
+        job.copies[policy].oldest = span[0]
         move(ctx, job, policy, "buffered")
+        consumption.place(ctx, ctx.tables.policies[policy], job)

@@ -9,7 +9,7 @@ life; a finished run has no jobs, no open evaluations and no versions, and its n
 
 from collections.abc import Callable
 
-from scheduler.core import agents, consumption, evaluation, intake, jobs, trainers
+from scheduler.core import agents, consumption, dispatch, evaluation, intake, jobs, trainers
 from scheduler.core.accounting import account
 from scheduler.core.admission import spec_of, trained_policies
 from scheduler.core.buffers import Buffer
@@ -52,7 +52,14 @@ def submit_run(ctx: Context, message: RunSubmit) -> CommandReply:
 def index_run(ctx: Context, run: Run) -> None:
     """Make the indexes of a run and its policies (new, or read from rows)."""
     workflow = run.spec.workflow
-    ctx.runs[run.name] = RunLive(RunEstimate(workflow.max_new_tokens, workflow.group_size))
+    ids: dict[str, str] = {name: policy_id(run.name, name) for name in workflow.policies}
+    used = [ctx.tables.policies[id] for id in ids.values()]
+    ctx.runs[run.name] = RunLive(
+        policies=ids,
+        trained=tuple(policy for policy in used if policy.trained),
+        reward=dispatch.reward_of(run.spec.task),
+        estimate=RunEstimate(workflow.max_new_tokens, workflow.group_size),
+    )
     for name in run.spec.policies:
         policy = ctx.tables.policies[policy_id(run.name, name)]
         tree = VersionTree()

@@ -73,7 +73,7 @@ def _policy(
         head_version=policy.head,
         head_digest="" if head is None else head.digest,
         checkpoint_step=policy.checkpoint_step,
-        buffered_groups=0 if live is None else len(live.buffer),
+        buffered_groups=0 if live is None else len(live.buffer) + len(live.unplaced),
         last_step=policy.last_step,
         evaluations=tuple(status for status in statuses if status.policy == policy.id),
     )

@@ -204,6 +204,11 @@ def version_stored(ctx: Context, service: str, message: VersionStored) -> None:
     policy.highest = max(policy.highest, message.version)
     ctx.tables.touch(policy)
     ctx.note(policy.id, "version stored", version=message.version, step=message.step)
+    if before is not None:
+        # Agents could serve it before we knew its digest: look at them again.
+        for agent in ctx.agents.values():
+            agent.fits.pop(policy.run, None)
+    consumption.replace_all(ctx, policy)
     consumption.record_steps(ctx, policy)
     ctx.due_runs[policy.run] = None
     ctx.dispatch_due = True

@@ -1,17 +1,20 @@
 """The version tree of a policy and what "lag" means.
 
-    lag(v) = optimizer steps on the tree path from v to the head
-           = step(v) - step(a) + step(head) - step(a),  a = nearest common ancestor of v and head
+    path_lag(v) = optimizer steps on the tree path from v to the head
+                = step(v) - step(a) + step(head) - step(a),  a = nearest common ancestor
 
-so tokens of a lineage that was left count the steps back to the fork too. For a token newer than
-the head (its version was announced before the step's report) the lag is 0.
+so tokens of a lineage that was left count the steps back to the fork too. While a step runs the
+trainer may be ahead of the head that we know of; for a version that descends from the head on no
+lineage known to be left, ``lag`` is therefore 0. When a batch is granted the trainer has just named
+its head, and ``path_lag`` is exact.
 
-What always holds: version numbers grow along every path; ``lag`` is None for versions that can
-not be placed (never announced, or pruned because no head can come near them again), and such
-tokens are never trained on. A number just above everything known is of a version whose
-announcement is still on its way and counts as newest.
+What always holds: version numbers grow along every path. Both are None for a version that has no
+place in the tree: its announcement, or that of one before it, is still on its way (a number just
+above everything known counts as newest for ``lag``), or it was pruned because no head can come
+near it again. Such tokens are not trained on as long as that is so.
 
-Example: 0-1-2-3 with a rollback to 1 and 1-4 (step 2): lag(3) at head 4 is 2 + 1 = 3, lag(1) is 1.
+Example: 0-1-2-3 with a rollback to 1 and 1-4 (step 2): path_lag(3) at head 4 is 2 + 1 = 3, that of
+1 is 1.
 """
 
 from scheduler.core.state import Version
@@ -56,7 +59,7 @@ class VersionTree:
         return 0 if node is None else node.step
 
     def lag(self, version: int) -> int | None:
-        """Optimizer steps between ``version`` and the head, None when that is unknowable."""
+        """Optimizer steps from ``version`` to the head, 0 for what is ahead of it."""
         if version in self._lags:
             return self._lags[version]
         found = self._find_lag(version)
@@ -66,23 +69,12 @@ class VersionTree:
 
     def deadline(self, version: int, bound: int) -> int | None:
         """The last head step at which tokens of ``version`` are usable if training goes on from
-        the present head; None when they are not even now."""
-        lag = self.lag(version)
-        if lag is None or lag > bound:
+        the present head; None when they are not even now, or have no place yet."""
+        lag, node = self.lag(version), self.nodes.get(version)
+        if node is None or lag is None or lag > bound:
             return None
-        node = self.nodes.get(version)
-        ahead = 0
-        if node is not None and lag == 0:
-            ahead = max(0, node.step - self.head_step)
+        ahead = max(0, node.step - self.head_step) if lag == 0 else 0
         return self.head_step + bound - lag + ahead
-
-    def is_ancestor(self, version: int, of: int) -> bool:
-        """Whether ``version`` is ``of`` or on the way from the root to it."""
-        at: int | None = of
-        while at is not None and at > version:
-            node = self.nodes.get(at)
-            at = None if node is None else node.parent
-        return at == version
 
     def prunable(self, below_step: int, keep: frozenset[int]) -> list[int]:
         """Versions made before ``below_step`` that nothing in ``keep`` names."""
@@ -92,26 +84,37 @@ class VersionTree:
             if node.step < below_step and number not in keep and number != self.head
         ]
 
-    def _find_lag(self, version: int) -> int | None:
-        head = self.nodes.get(self.head)
-        if head is None:
-            return None
-        node = self.nodes.get(version)
-        if node is None:
-            return 0 if self.highest < version <= self.highest + AHEAD else None
-        low: Version | None = node
-        high: Version | None = head
+    def path_lag(self, version: int) -> int | None:
+        """Optimizer steps on the path between ``version`` and the head."""
+        node, head = self.nodes.get(version), self.nodes.get(self.head)
+        low, high = node, head
         while low is not None and high is not None and low.version != high.version:
             # The larger number cannot be an ancestor of the smaller one.
             if low.version > high.version:
                 low = self._parent(low)
             else:
                 high = self._parent(high)
-        if low is None or high is None:
+        if node is None or head is None or low is None or high is None:
             return None
-        if low.version == head.version:
-            return node.step - head.step if node.version <= self.floor else 0
         return node.step + head.step - 2 * low.step
+
+    def may_be_placed(self, version: int) -> bool:
+        """Whether an announcement may still give ``version`` a place."""
+        oldest = min(self.nodes, default=0)
+        return oldest < version <= self.highest + AHEAD
+
+    def _find_lag(self, version: int) -> int | None:
+        if self.highest < version <= self.highest + AHEAD and self.head in self.nodes:
+            return 0
+        return 0 if self._is_ahead(version) else self.path_lag(version)
+
+    def _is_ahead(self, version: int) -> bool:
+        """Whether ``version`` descends from the head on no lineage known to be left."""
+        at: int | None = version
+        while at is not None and at > max(self.head, self.floor):
+            node = self.nodes.get(at)
+            at = None if node is None else node.parent
+        return at == self.head
 
     def _parent(self, node: Version) -> Version | None:
         return None if node.parent is None else self.nodes.get(node.parent)

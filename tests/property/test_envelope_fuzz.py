@@ -31,8 +31,7 @@ values = st.recursive(
 def survives(frames: list[bytes], plane: Plane) -> None:
     try:
         message, payload = decode(frames, LIMITS[plane])
-    except ProtocolError as error:
-        assert str(error)
+    except ProtocolError:
         return
     assert type(message) is peek(frames)
     assert payload == list(frames[2:])

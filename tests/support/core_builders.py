@@ -118,9 +118,7 @@ def make_agent_hello(
 def make_trainer_hello(
     policy: str = SOLVER, incarnation: int = 1, *, step: int = 0, version: int = 0
 ) -> Hello:
-    inventory = TrainerInventory(
-        policy=policy, checkpoint_step=step, checkpoint_version=version
-    )
+    inventory = TrainerInventory(policy=policy, checkpoint_step=step, checkpoint_version=version)
     return Hello(role=Role.TRAINER, incarnation=incarnation, build="b", trainer=inventory)
 
 
@@ -346,11 +344,7 @@ class Scene:
     def live_offers(self, agent: str | None = None) -> list[LeaseOffer]:
         """Offers whose attempts are neither over nor revoked, in the order in which they were
         made; read from the rows."""
-        live = {
-            record.id
-            for job in self.core._ctx.tables.jobs.values()
-            for record in job.attempts
-        }
+        live = {record.id for job in self.core._ctx.tables.jobs.values() for record in job.attempts}
         return [
             offer
             for attempt, offer in self.offers.items()

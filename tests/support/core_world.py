@@ -253,13 +253,15 @@ class World:
         newest = self.durable.get(policy, -1)
         pins = [h.offer.pinned[policy] for h in agent.held.values() if policy in h.offer.pinned]
         target = min([newest, *pins])
-        if not agent.alive or policy not in agent.hosted or agent.versions.get(policy, -1) >= target:
+        if (
+            not agent.alive
+            or policy not in agent.hosted
+            or agent.versions.get(policy, -1) >= target
+        ):
             return False
         agent.versions[policy] = target
         digest = make_ref(policy, target).digest
-        self._say(
-            name, VersionServing(policy=policy, version=target, digest=digest, pause_s=0.0)
-        )
+        self._say(name, VersionServing(policy=policy, version=target, digest=digest, pause_s=0.0))
         return True
 
     def agent_starts(self, name: str, at: int) -> bool:

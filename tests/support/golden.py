@@ -1,12 +1,9 @@
-"""Golden messages: one file per kind and protocol version, written once and never again.
+"""Golden messages: two files per kind and protocol version, written once and never again.
 
 ``NAME.bin`` holds the frames, each behind its length as u32 little-endian; ``NAME.json`` what they
 mean: kind byte, header (bytes as base64) and payload (hexadecimal digits). Add the files of a new
-kind from the repository's root with
-
-    python -m golden            (tests/support on PYTHONPATH)
-
-which refuses to touch a file that exists: what was on the wire once stays readable.
+kind from the repository's root with ``PYTHONPATH=.:tests/support python -m golden``, which never
+touches a file that exists: what was on the wire once stays readable.
 """
 
 import struct
@@ -90,8 +87,8 @@ from transport.status import (
 FOLDER = Path(__file__).parents[1] / "golden" / f"v{PROTOCOL_VERSION}"
 
 POLICY = "arithmetic/solver"
-ATTEMPT = "arithmetic/t-000041#2"
 JOB = "arithmetic/t-000041"
+ATTEMPT = JOB + "#2"
 FENCE = (3, 170)
 DIGEST = "1f" * 32
 SIGNATURE = bytes(range(64))
@@ -356,12 +353,11 @@ def join_frames(frames: list[bytes]) -> bytes:
 
 def split_frames(blob: bytes) -> list[bytes]:
     frames = []
-    position = 0
-    while position < len(blob):
-        (size_bytes,) = _LENGTH.unpack_from(blob, position)
-        position += _LENGTH.size
-        frames.append(blob[position : position + size_bytes])
-        position += size_bytes
+    while blob:
+        (size_bytes,) = _LENGTH.unpack_from(blob)
+        end = _LENGTH.size + size_bytes
+        frames.append(blob[_LENGTH.size : end])
+        blob = blob[end:]
     return frames
 
 
@@ -383,10 +379,10 @@ def write_missing(folder: Path) -> list[str]:
         if any(path.exists() for path in paths):
             continue
         meaning = msgspec.json.format(msgspec.json.encode(expectation(message, payload)), indent=1)
-        with paths[0].open("xb") as file:
-            file.write(join_frames(encode(message, payload)))
-        with paths[1].open("xb") as file:
-            file.write(meaning + b"\n")
+        contents = (join_frames(encode(message, payload)), meaning + b"\n")
+        for path, content in zip(paths, contents, strict=True):
+            with path.open("xb") as file:
+                file.write(content)
         written.append(name)
     return written
 

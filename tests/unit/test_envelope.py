@@ -112,16 +112,16 @@ def test_a_wrong_element_deep_inside_is_named():
 def test_sizes_are_checked_before_anything_is_decoded():
     limits = Limits(header_bytes=10, payload_frame_bytes=4, payload_frames=1)
     prefix = bytes([PROTOCOL_VERSION, KIND_OF[Chunk]])
-    with pytest.raises(RemoteProtocolError, match="^header: 11 bytes, at most 10"):
+    with pytest.raises(RemoteProtocolError, match=r"^header: 11 bytes, at most 10"):
         decode([prefix, b"\xc1" * 11], limits)
     with pytest.raises(RemoteProtocolError, match=r"^payload\[0\]: 5 bytes, at most 4"):
         decode([prefix, b"\xc1", b"12345"], limits)
-    with pytest.raises(RemoteProtocolError, match="^payload: 2 frames, at most 1"):
+    with pytest.raises(RemoteProtocolError, match=r"^payload: 2 frames, at most 1"):
         decode([prefix, b"\xc1", b"1", b"2"], limits)
 
 
 def test_the_control_plane_carries_no_payload():
-    with pytest.raises(RemoteProtocolError, match="^payload"):
+    with pytest.raises(RemoteProtocolError, match=r"^payload"):
         decode(encode(Chunk(digest="ab", index=0), [b"x"]), CONTROL)
 
 

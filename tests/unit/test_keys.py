@@ -111,7 +111,7 @@ def test_bytes_that_are_no_text_are_a_config_error(tmp_path):
     path = tmp_path / "paris.toml"
     path.write_bytes(b'name = "\xff\xfe"')
     path.chmod(0o600)
-    with pytest.raises(ConfigError, match="paris.toml"):
+    with pytest.raises(ConfigError, match=r"paris\.toml"):
         KeyPair.load(path)
 
 
@@ -234,6 +234,17 @@ def test_one_bad_file_costs_only_itself_and_is_named(folder):
     assert len(allowed.warnings) == 3
     assert all(name in texts for name in ("bad.toml", "secret.toml", "renamed.toml"))
     assert "secret_key" in texts
+
+
+def test_a_link_to_nothing_hides_no_later_change(folder):
+    (folder / "dangling.toml").symlink_to(folder / "nowhere")
+    allowed = AllowList(folder, now=0.0)
+    assert "dangling.toml" in allowed.warnings[0]
+    key = KeyPair.generate("paris", Role.AGENT)
+    for now in (1.0, 2.0):
+        assert allowed.refresh(now).added == ()
+    write_public(folder, "paris", key)
+    assert allowed.refresh(now=3.0).added == (key.public_key,)
 
 
 def test_a_key_that_two_names_claim_is_refused_for_both(folder):

@@ -1,0 +1,124 @@
+"""The trainer daemon: claims its folder, connects, and runs one incarnation after the other.
+
+A rollback begins a new incarnation in the same process; more than ``MAX_ROLLBACKS`` without a
+checkpoint in between end it. Exit status: 0 done or asked to stop, 1 failed, 78 (from the command
+line) wrong configuration.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from cloud_trainer.config import TrainerConfig
+from cloud_trainer.core.effects import Exit, Rollback
+from cloud_trainer.home import TrainerHome
+from cloud_trainer.plane_links import PlaneLinks, TrainerKeys, load_keys
+from cloud_trainer.ranks import Ranks, ranks_from
+from cloud_trainer.shell import TrainerShell
+from transport.errors import ConfigError
+from transport.ids import is_name
+from transport.links import Network
+from transport.runtime.clock import Clock, SystemClock
+
+MAX_ROLLBACKS = 3
+
+_log = structlog.get_logger()
+
+
+async def run_daemon(
+    config: TrainerConfig,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[dict[str, Any]], None],
+    network: Network | None = None,
+    clock: Clock | None = None,
+) -> int:
+    """Train until the run is finished or ``stop`` is set; returns the exit status. ``on_ready`` is
+    called once the links are made, whether or not anybody answers yet.
+
+    Raises:
+        ConfigError: settings, keys or the model's trainer are wrong.
+        ModelError: the model does not load.
+        StoreError: the folder is in use, or the disk refused.
+    """
+    table = config.trainer
+    run, _, name = table.policy.partition("/")
+    if not (is_name(run) and is_name(name)):
+        raise ConfigError(
+            f"trainer.policy: {table.policy!r} must be RUN/NAME, as in arithmetic/solver"
+        )
+    ranks = ranks_from(os.environ)
+    keys = load_keys(config.transport, table.policy, link=table.key, signing=table.signing_key)
+    own_network = network is None
+    if network is None:
+        from transport.zmq_links import ZmqNetwork
+
+        network = ZmqNetwork()
+    try:
+        home = await asyncio.to_thread(
+            TrainerHome, Path(table.folder), keep_checkpoints=table.keep_checkpoints
+        )
+        try:
+            return await _live(
+                config, home, keys, ranks, network, clock or SystemClock(), stop, on_ready
+            )
+        finally:
+            home.release()
+    finally:
+        if own_network:
+            await network.close()
+
+
+async def _live(
+    config: TrainerConfig,
+    home: TrainerHome,
+    keys: TrainerKeys,
+    ranks: Ranks,
+    network: Network,
+    clock: Clock,
+    stop: asyncio.Event,
+    on_ready: Callable[[dict[str, Any]], None],
+) -> int:
+    links = PlaneLinks(network, config.transport, keys)
+    on_ready({"ready": True, "ports": {}, "policy": config.trainer.policy})
+    rollbacks, last_step, republish = 0, -1, False
+    try:
+        while True:
+            start = await asyncio.to_thread(home.start, clock, republish=republish)
+            if start.position.step > last_step:
+                rollbacks, last_step = 0, start.position.step
+            shell = TrainerShell(
+                config.trainer,
+                home=home,
+                start=start,
+                links=links,
+                signer=keys.signer,
+                ranks=ranks,
+                clock=clock,
+                build=_build(),
+            )
+            match await shell.run(stop):
+                case Exit(status=status, code=code, message=message):
+                    level = _log.info if status == 0 else _log.error
+                    level("trainer.ended", code=code, reason=message)
+                    return status
+                case Rollback(code=code, message=message) as rollback:
+                    republish = rollback.republish
+                    rollbacks += 1
+                    _log.error("trainer.rolled_back", code=code, reason=message, times=rollbacks)
+                    if rollbacks > MAX_ROLLBACKS:
+                        return 1
+    finally:
+        await links.close()
+
+
+def _build() -> str:
+    try:
+        return metadata.version("farflow")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "0"

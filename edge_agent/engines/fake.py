@@ -1,0 +1,409 @@
+"""An engine without a model library: real time behaviour, real learning of a toy kind.
+
+What always holds: at most ``slots`` sequences run; a sequence of ``n`` tokens takes
+``first_token_s + n / tokens_per_s`` from getting its slot; its tokens, lengths and log-probabilities
+depend on the engine's seed, the request and the weights only, never on time or company; weights
+change between two tokens and each token carries the version that drew it; ``read_weights`` gives
+back exactly the bytes that came in.
+
+Tokens: below ``CHARACTERS`` they are thoughts and decode to nothing; above, characters of text; at
+it, the end. A completion is a chain of thoughts, then an answer spelled out, then the end:
+
+    thoughts   drawn from softmax((embed @ output.T + bias)[token before] / temperature) of a
+               ``farflow-numpy`` model, uniform over 64 for any other folder
+    answer     the value of the prompt's last integer sum, right if more than half of the thoughts
+               are in the lower half of the vocabulary, else with its last digit changed; spelled
+               with probability 1, so its log-probabilities are 0; empty if there is no sum
+
+So a policy learns to think in the lower half by being rewarded for right answers. Lengths are
+log-normal with the mean and coefficient of variation of ``[agent.fake]``; an answer that does not
+fit within ``max_new_tokens`` is cut off.
+"""
+
+import asyncio
+import math
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import NormalDist
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_agent.config import FakeEngineTable
+from edge_agent.engine import Completion, EngineStats, GenerationRequest
+from edge_agent.engines.sampling import uniform_numbers
+from transport.errors import GenerationFailed, ModelError, WeightApplyFailed
+from transport.runtime.clock import Clock, SystemClock
+from transport.weights.folder import read_model_folder
+from transport.weights.tensors import TensorBytes
+
+CHARACTERS = 1 << 16
+END = CHARACTERS
+MODEL_TYPE = "farflow-numpy"
+
+_VOCABULARY = 64
+_MAX_VOCABULARY = 2048  # the table of a model is vocabulary by vocabulary
+_MAX_TEMPERATURES = 8
+_NAMES = ("bias", "embed.weight", "output.weight")
+_SUM = re.compile(r"-?\d+(?:\s*[-+]\s*\d+)+")
+_TERM = re.compile(r"([-+]?)\s*(\d+)")
+_MAX_DIGITS = 100
+
+Floats = NDArray[np.float64]
+
+
+class ServiceTimes:
+    """The service-time model alone, for whoever simulates an agent."""
+
+    def __init__(self, table: FakeEngineTable) -> None:
+        self._table = table
+        variance = math.log1p(table.cv_tokens**2)
+        self._sigma = math.sqrt(variance)
+        self._mu = math.log(table.mean_tokens) - variance / 2
+
+    def tokens(self, uniform: float, most: int) -> int:
+        """Length of a sequence from a uniform number in [0, 1); at least 1, at most ``most``."""
+        normal = NormalDist().inv_cdf(min(max(uniform, 1e-9), 1 - 1e-9))
+        return max(1, min(most, round(math.exp(self._mu + self._sigma * normal))))
+
+    def duration_s(self, tokens: int) -> float:
+        return self._table.first_token_s + tokens / self._table.tokens_per_s
+
+    def tokens_after(self, elapsed_s: float) -> int:
+        """How many tokens a sequence has that got its slot ``elapsed_s`` ago."""
+        return max(0, math.floor((elapsed_s - self._table.first_token_s) * self._table.tokens_per_s))
+
+
+def solve(prompt: str) -> str:
+    """The value of the last sum or difference of integers in ``prompt``; "" without one."""
+    sums = _SUM.findall(prompt)
+    if not sums or len(sums[-1]) > _MAX_DIGITS:
+        return ""
+    terms = _TERM.findall(sums[-1])
+    return str(sum(-int(digits) if sign == "-" else int(digits) for sign, digits in terms))
+
+
+class _Config(msgspec.Struct, frozen=True, kw_only=True):
+    model_type: str = ""
+    vocab_size: int = _VOCABULARY
+
+
+class _Policy:
+    """Weights of one policy and the thoughts that follow from them."""
+
+    def __init__(self, folder: Path, version: int) -> None:
+        self.version = version
+        self.tensors = {name: _owned(t) for name, t in read_model_folder(folder).items()}
+        config = _read_config(folder)
+        self.vocabulary, self._learns = _VOCABULARY, config.model_type == MODEL_TYPE
+        if self._learns:
+            self.vocabulary = config.vocab_size
+            if not 2 <= self.vocabulary <= _MAX_VOCABULARY:
+                raise ModelError(
+                    f"{folder / 'config.json'}: vocab_size {self.vocabulary}; the fake engine "
+                    f"takes 2 to {_MAX_VOCABULARY}"
+                )
+        try:
+            self._logits = self._table(self.tensors)
+        except ValueError as error:
+            raise ModelError(f"{folder}: {error}") from error
+        self._by_temperature: dict[float, tuple[Floats, Floats]] = {}
+
+    def swap(self, version: int, tensors: Mapping[str, TensorBytes]) -> None:
+        """Replace whole tensors; raises ValueError and changes nothing when they do not fit."""
+        for name, tensor in tensors.items():
+            old = self.tensors.get(name)
+            if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
+                held = "nothing" if old is None else f"{old.dtype}{list(old.shape)}"
+                raise ValueError(
+                    f"tensor {name!r} is {tensor.dtype}{list(tensor.shape)}, held is {held}"
+                )
+        merged = {**self.tensors, **{name: _owned(t) for name, t in tensors.items()}}
+        self._logits = self._table(merged)
+        self._by_temperature = {}
+        self.tensors, self.version = merged, version
+
+    def think(self, before: int, temperature: float, uniform: float) -> tuple[int, float]:
+        """The thought after token ``before`` and its log-probability."""
+        row = before % self.vocabulary
+        log_probabilities, cumulative = self._distribution(temperature)
+        if temperature == 0:
+            token = int(np.argmax(log_probabilities[row]))
+        else:
+            token = int(np.searchsorted(cumulative[row], uniform * cumulative[row, -1], "right"))
+            token = min(token, self.vocabulary - 1)
+        return token, float(log_probabilities[row, token])
+
+    def _table(self, tensors: Mapping[str, TensorBytes]) -> Floats:
+        if not self._learns:
+            return np.zeros((self.vocabulary, self.vocabulary))
+        missing = [name for name in _NAMES if name not in tensors]
+        if missing:
+            raise ValueError(f"a {MODEL_TYPE} model has a tensor {missing[0]!r}")
+        bias, embed, output = (_values(name, tensors[name]) for name in _NAMES)
+        logits = embed @ output.T + bias
+        if logits.shape != (self.vocabulary, self.vocabulary) or not np.isfinite(logits).all():
+            raise ValueError(f"logits are not finite [{self.vocabulary}, {self.vocabulary}]")
+        return logits
+
+    def _distribution(self, temperature: float) -> tuple[Floats, Floats]:
+        found = self._by_temperature.get(temperature)
+        if found is None:
+            # Greedy reports log-probabilities at temperature 1.
+            logits = self._logits / (temperature or 1.0)
+            logits = logits - logits.max(axis=1, keepdims=True)
+            logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+            found = (logits, np.exp(logits).cumsum(axis=1))
+            if len(self._by_temperature) >= _MAX_TEMPERATURES:
+                self._by_temperature.clear()
+            self._by_temperature[temperature] = found
+        return found
+
+
+class _Sequence:
+    """One sibling on its way; ``draw`` brings it to a number of tokens."""
+
+    def __init__(
+        self, policy: _Policy, request: GenerationRequest, sibling: int, seed: int, times: ServiceTimes
+    ) -> None:
+        sampling = request.sampling
+        self.policy = policy
+        self._request = request
+        self._limit = sampling.max_new_tokens
+        mixed = seed * 1_000_003 + sampling.seed
+        self._uniform = uniform_numbers(mixed, request.request_id, sibling, self._limit + 1)
+        self._answer = solve(decode_text(request.prompt_tokens))
+        length = times.tokens(float(self._uniform[-1]), self._limit)
+        self._thoughts = max(1, length - len(self._answer) - 1)
+        self.total = min(self._limit, self._thoughts + len(self._answer) + 1)
+        self.tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self.stopped = False
+        self.started_s = 0.0
+
+    def draw(self, count: int) -> int:
+        """Have at least ``count`` tokens, if so many come; returns how many are new."""
+        before = len(self.tokens)
+        while len(self.tokens) < min(count, self.total) and not self.stopped:
+            token, logprob = self._next()
+            self.tokens.append(token)
+            self._logprobs.append(logprob)
+            self._versions.append(self.policy.version)
+            self.stopped = token == END or token in self._request.sampling.stop_token_ids
+        return len(self.tokens) - before
+
+    def _next(self) -> tuple[int, float]:
+        at = len(self.tokens)
+        if at < self._thoughts:
+            before = self.tokens[-1] if self.tokens else (*self._request.prompt_tokens, 0)[-2:][0]
+            if not self.tokens and not self._request.prompt_tokens:
+                before = 0
+            return self.policy.think(
+                before, self._request.sampling.temperature, float(self._uniform[at])
+            )
+        spelled = at - self._thoughts
+        if spelled == len(self._answer):
+            return END, 0.0
+        character = self._answer[spelled]
+        if spelled == len(self._answer) - 1 and not self._thought_well():
+            character = str((int(character) + 1) % 10)
+        return CHARACTERS + ord(character), 0.0
+
+    def _thought_well(self) -> bool:
+        half = self.policy.vocabulary // 2
+        low = sum(token < half for token in self.tokens[: self._thoughts])
+        return 2 * low > self._thoughts
+
+    def completion(self) -> Completion:
+        return Completion(
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self._logprobs),
+            versions=tuple(self._versions),
+            finish_reason="stop" if self.stopped else "length",
+        )
+
+
+class FakeEngine:
+    """``Engine`` with the service-time model of ``table``; see the module for what it generates.
+
+    ``sleep`` waits on the same time as ``clock``; both are replaced where time is virtual.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        table: FakeEngineTable | None = None,
+        *,
+        clock: Clock | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.slots = slots
+        self._table = table or FakeEngineTable()
+        self._times = ServiceTimes(self._table)
+        self._clock = clock or SystemClock()
+        self._sleep = sleep
+        self._free = asyncio.Semaphore(slots)
+        self._policies: dict[str, _Policy] = {}
+        self._running: dict[int, _Sequence] = {}
+        self._requests: set[asyncio.Task[list[Completion]]] = set()
+        self._waiting = 0
+        self._open = False
+        self._tokens_generated = 0
+        self._busy_s = 0.0
+        self._busy_since_s = 0.0
+
+    async def start(self) -> None:
+        """See ``Engine.start``."""
+        self._open = True
+
+    async def close(self) -> None:
+        """Fail what is in the engine."""
+        self._open = False
+        for task in tuple(self._requests):
+            task.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+
+    def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
+        """One token per character."""
+        self._hosted(policy)
+        return tuple(CHARACTERS + ord(character) for character in prompt)
+
+    def decode(self, policy: str, tokens: Sequence[int]) -> str:
+        """The characters among ``tokens``."""
+        self._hosted(policy)
+        return decode_text(tokens)
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """See ``Engine.generate``; ``top_p`` must be 1."""
+        if not self._open:
+            raise GenerationFailed(f"{request.request_id}: the engine is not running")
+        sampling = request.sampling
+        if request.n < 1 or sampling.max_new_tokens < 1 or sampling.temperature < 0:
+            raise GenerationFailed(f"{request.request_id}: impossible sampling parameters")
+        if sampling.top_p != 1.0:
+            raise GenerationFailed(f"{request.request_id}: the fake engine knows no top_p")
+        policy = self._hosted(request.policy)
+        task = asyncio.create_task(self._generate(policy, request))
+        self._requests.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self._open or (current is not None and current.cancelling()):
+                raise
+            raise GenerationFailed(f"{request.request_id}: the engine is closed") from None
+        finally:
+            self._requests.discard(task)
+
+    async def load_policy(self, policy: str, folder: Path, version: int) -> None:
+        """See ``Engine.load_policy``."""
+        self._policies[policy] = await asyncio.to_thread(_Policy, folder, version)
+
+    async def apply(self, policy: str, version: int, tensors: Mapping[str, TensorBytes]) -> float:
+        """See ``Engine.apply``."""
+        hosted = self._policies.get(policy)
+        if hosted is None:
+            raise WeightApplyFailed(f"{policy} version {version}: the policy is not loaded")
+        before_s = self._clock.monotonic_s()
+        self._catch_up(before_s)
+        try:
+            hosted.swap(version, tensors)
+        except ValueError as error:
+            raise WeightApplyFailed(f"{policy} version {version}: {error}") from error
+        return self._clock.monotonic_s() - before_s
+
+    def version(self, policy: str) -> int | None:
+        """See ``Engine.version``."""
+        hosted = self._policies.get(policy)
+        return None if hosted is None else hosted.version
+
+    def read_weights(self, policy: str) -> Iterator[tuple[str, TensorBytes]]:
+        """See ``Engine.read_weights``: one version, also while another is swapped in."""
+        return iter(sorted(self._hosted(policy).tensors.items()))
+
+    def stats(self) -> EngineStats:
+        """See ``Engine.stats``."""
+        now = self._clock.monotonic_s()
+        self._catch_up(now)
+        busy_s = self._busy_s + (now - self._busy_since_s if self._running else 0.0)
+        return EngineStats(
+            tokens_generated=self._tokens_generated,
+            busy_s=busy_s,
+            running=len(self._running),
+            waiting=self._waiting,
+        )
+
+    def _hosted(self, policy: str) -> _Policy:
+        try:
+            return self._policies[policy]
+        except KeyError:
+            raise GenerationFailed(f"policy {policy!r} is not loaded in this engine") from None
+
+    async def _generate(self, policy: _Policy, request: GenerationRequest) -> list[Completion]:
+        sequences = [
+            _Sequence(policy, request, sibling, self._table.seed, self._times)
+            for sibling in range(request.n)
+        ]
+        async with asyncio.TaskGroup() as siblings:
+            for sequence in sequences:
+                siblings.create_task(self._run(sequence))
+        return [sequence.completion() for sequence in sequences]
+
+    async def _run(self, sequence: _Sequence) -> None:
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        sequence.started_s = self._clock.monotonic_s()
+        if not self._running:
+            self._busy_since_s = sequence.started_s
+        self._running[id(sequence)] = sequence
+        try:
+            await self._sleep(self._times.duration_s(sequence.total))
+            self._tokens_generated += sequence.draw(sequence.total)
+        finally:
+            del self._running[id(sequence)]
+            self._free.release()
+            if not self._running:
+                self._busy_s += self._clock.monotonic_s() - self._busy_since_s
+
+    def _catch_up(self, now: float) -> None:
+        """Draw what the sequences would have drawn by now: later tokens see later weights."""
+        for sequence in self._running.values():
+            due = self._times.tokens_after(now - sequence.started_s)
+            self._tokens_generated += sequence.draw(due)
+
+
+def decode_text(tokens: Sequence[int]) -> str:
+    """The characters among ``tokens``."""
+    highest = CHARACTERS + 0x10FFFF
+    return "".join(chr(token - CHARACTERS) for token in tokens if END < token <= highest)
+
+
+def _read_config(folder: Path) -> _Config:
+    path = folder / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Config)
+    except FileNotFoundError:
+        return _Config()
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def _owned(tensor: TensorBytes) -> TensorBytes:
+    return TensorBytes(tensor.dtype, tensor.shape, bytes(tensor.data))
+
+
+def _values(name: str, tensor: TensorBytes) -> Floats:
+    if tensor.dtype == "BF16":
+        cells = np.frombuffer(tensor.data, "<u2").astype(np.uint32)
+        flat = (cells << np.uint32(16)).view(np.float32)
+    elif tensor.dtype == "F32":
+        flat = np.frombuffer(tensor.data, "<f4")
+    else:
+        raise ValueError(f"tensor {name!r} is {tensor.dtype}; BF16 or F32 is expected")
+    return flat.astype(np.float64).reshape(tensor.shape)

@@ -1,0 +1,619 @@
+"""The scheduler daemon: its loop against real SQLite, and the whole of it with its services, task
+sources and CURVE sockets."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from publisher import Trainer
+from service_world import POLICY, WAIT_S, PlaneLink, until
+
+from scheduler.children import overrides_of
+from scheduler.config import SchedulerConfig, SchedulerTable
+from scheduler.control_plane import fitting
+from scheduler.core.effects import RecordEvaluation, RecordStep, Reply, RunEnded
+from scheduler.core.events import FromAgent, FromOperator
+from scheduler.core.machine import SchedulerCore
+from scheduler.core.settings import CoreSettings
+from scheduler.daemon import core_settings
+from scheduler.decider import Decider
+from scheduler.event_log import (
+    EventLog,
+    EventLogStart,
+    RecordedTerm,
+    effects_digest,
+    recorded_terms,
+    unpack_event,
+)
+from scheduler.metrics_file import MetricsFiles
+from scheduler.operator import Operator, RequestRefused
+from scheduler.plane_hub import link_options
+from scheduler.service import Worker
+from scheduler.store import SchedulerStore
+from transport.envelope import CONTROL_FRAME_BYTES
+from transport.errors import PeerUnreachable, StoreError
+from transport.keys import KeyPair, PublicKey, create_keys, load_toml, trainer_name
+from transport.messages import (
+    AgentInventory,
+    BatchGrant,
+    BatchRequest,
+    BodyRequest,
+    GroupSummary,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    HelloRequired,
+    LeaseOffer,
+    LeaseReply,
+    Plane,
+    Refuse,
+    Role,
+    RunCommand,
+    RunSubmit,
+    StatusReply,
+    StatusRequest,
+    TrainerInventory,
+    TrajectoryAck,
+    TrajectoryPut,
+    VersionServing,
+    WeightsPlan,
+    WeightsRequest,
+    Welcome,
+)
+from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
+from transport.runtime.clock import ManualClock, SystemClock
+from transport.runtime.settings import TransportConfig
+from transport.status import AgentStatus, EvaluationStatus, SchedulerStatus, StepStatus
+from transport.zmq_links import ZmqNetwork
+
+
+def run_spec(folder: Path, name: str = "sums", path: str = "items.jsonl") -> RunSpec:
+    items = folder / "items.jsonl"
+    if not items.exists():
+        lines = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) for i in range(50)]
+        items.write_text("\n".join(lines) + "\n")
+    return RunSpec(
+        name=name,
+        policies={"solver": PolicySpec(model="model", batch_groups=2)},
+        task=TaskSpec(source="jsonl", path=str(folder / path), reward="exact"),
+        workflow=WorkflowSpec(policies=("solver",), group_size=2),
+        evaluation=EvaluationSpec(items=4, items_per_job=4),
+    )
+
+
+# ---- the loop --------------------------------------------------------------------------------
+
+
+class Loop:
+    """A decider with its store, and what it has executed."""
+
+    def __init__(self, folder: Path, clock: ManualClock | SystemClock | None = None) -> None:
+        self.folder = folder
+        self.store = SchedulerStore.open(folder)
+        self.writer = Worker("test-writer")
+        self.event_log = EventLog(folder / "events")
+        self.seed = 99
+        self.rows = list(self.store.rows())
+        self.core = SchedulerCore(
+            CoreSettings(),
+            term=self.store.term,
+            rng=random.Random(self.seed),
+            build="b",
+            rows=self.rows,
+            now=self.store.now,
+        )
+        self.executed: list = []
+        self.decider = Decider(
+            self.core,
+            self.store,
+            self.writer,
+            self.event_log,
+            clock or SystemClock(),
+            self.executed.append,
+        )
+        self.tasks: list[asyncio.Task] = []
+
+    def begin_log(self) -> None:
+        start = EventLogStart(
+            build="b",
+            term=self.store.term,
+            now=self.store.now,
+            seed=self.seed,
+            settings=CoreSettings(),
+            wall_s=0.0,
+            rows=len(self.rows),
+        )
+        self.event_log.begin(start, self.rows)
+
+    def start(self) -> None:
+        parts = self.decider.parts()
+        self.tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
+
+    async def stop(self) -> list[BaseException | None]:
+        for task in self.tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.writer.close()
+        self.event_log.close()
+        self.store.close()
+        return outcomes
+
+    def replies(self) -> list[Reply]:
+        return [effect for effect in self.executed if isinstance(effect, Reply)]
+
+
+@pytest.mark.asyncio
+async def test_effects_wait_for_the_disk_and_leave_in_order(tmp_path):
+    loop = Loop(tmp_path)
+    loop.start()
+    gate = threading.Event()
+    blocked = asyncio.create_task(loop.writer.run(gate.wait))
+    loop.decider.put(FromOperator("op", 1, RunSubmit(run=run_spec(tmp_path))))
+    loop.decider.put(FromOperator("op", 2, StatusRequest()))
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+    loop.decider.put(FromOperator("op", 3, StatusRequest()))  # changes nothing, still waits
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+    assert loop.executed == []
+    gate.set()
+    await blocked
+    await until(lambda: len(loop.replies()) == 3)
+    assert [reply.request for reply in loop.replies()] == [1, 2, 3]
+    await loop.stop()
+    again = Loop(tmp_path)
+    assert {table for table, _, _ in again.rows} >= {"run", "policy"}
+    await again.stop()
+
+
+@pytest.mark.asyncio
+async def test_a_disk_that_refuses_ends_the_loop_before_any_effect_of_the_lost_commit(tmp_path):
+    loop = Loop(tmp_path)
+    pages = loop.store._connection.execute("PRAGMA page_count").fetchone()[0]
+    loop.store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    loop.start()
+    big = msgspec.structs.replace(
+        run_spec(tmp_path),
+        workflow=WorkflowSpec(policies=("solver",), settings={"text": "x" * 100_000}),
+    )
+    loop.decider.put(FromOperator("op", 1, RunSubmit(run=big)))
+    await asyncio.wait(loop.tasks, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
+    outcomes = await loop.stop()
+    assert any(isinstance(outcome, StoreError) for outcome in outcomes)
+    assert loop.executed == []
+
+
+@pytest.mark.asyncio
+async def test_the_cores_clock_stands_still_while_the_scheduler_is_down(tmp_path):
+    clock = ManualClock(monotonic_s=1000.0)
+    loop = Loop(tmp_path, clock)
+    loop.start()
+    clock.advance(40.0)
+    loop.decider.put(FromOperator("op", 1, RunSubmit(run=run_spec(tmp_path))))
+    await until(lambda: bool(loop.replies()))
+    assert loop.decider.now() == 40.0
+    await loop.stop()
+    again = Loop(tmp_path, ManualClock(monotonic_s=5.0))
+    assert (again.store.now, again.decider.now()) == (40.0, 40.0)
+    await again.stop()
+
+
+@pytest.mark.asyncio
+async def test_what_was_recorded_replays_to_the_same_effects(tmp_path):
+    loop = Loop(tmp_path)
+    loop.begin_log()
+    loop.start()
+    inventory = AgentInventory(
+        slots=4, hardware="cpu", engine="fake", workflows={"single_turn": "x"}, rewards=("exact",)
+    )
+    loop.decider.put(FromOperator("op", 1, RunSubmit(run=run_spec(tmp_path))))
+    for incarnation in (1, 2, 1):
+        hello = Hello(role=Role.AGENT, incarnation=incarnation, build="b", agent=inventory)
+        loop.decider.put(FromAgent("a", hello))
+    await until(lambda: bool(loop.executed))
+    loop.decider.put(FromAgent("a", Heartbeat(sequence=1, sent_s=0.0)))
+    loop.decider.put(FromOperator("op", 2, RunCommand(run="sums", command="stop")))
+    await until(lambda: len(loop.replies()) == 2)
+    await loop.stop()
+    [folder] = recorded_terms(tmp_path / "events")
+    term = RecordedTerm(folder)
+    core = SchedulerCore(
+        term.start.settings,
+        term=term.start.term,
+        rng=random.Random(term.start.seed),
+        build=term.start.build,
+        rows=term.rows(),
+        now=term.start.now,
+    )
+    batches = list(term.batches())
+    assert sum(len(batch.inputs) for batch in batches) >= 6
+    for batch in batches:
+        effects = []
+        for now, packed in batch.inputs:
+            effects += core.handle(unpack_event(packed), now)
+        assert effects_digest(effects) == batch.effects_digest
+    assert core.dump() == loop.core.dump()
+
+
+# ---- small parts -----------------------------------------------------------------------------
+
+
+def test_every_setting_that_core_and_table_share_reaches_the_core():
+    table = SchedulerTable(lease_s=7.0, placement="nearest", retry_backoff_max_s=3.0)
+    settings = core_settings(SchedulerConfig(scheduler=table))
+    assert (settings.lease_s, settings.placement) == (7.0, "nearest")
+    assert settings.retry_backoff_max_s == 3.0
+
+
+def test_services_get_every_setting_as_it_was_resolved():
+    from transport.runtime.config import load_config
+
+    config = SchedulerConfig(
+        transport=TransportConfig(control_port=1, keys="/a b/'\"keys"),
+        scheduler=SchedulerTable(folder="ü\\x", trajectory_disk_bytes=7, work_grace_s=1.5),
+    )
+    overrides = overrides_of(config)[1::2]
+    assert load_config(SchedulerConfig, [], overrides, environ={}).value == config
+
+
+def test_a_status_of_a_huge_fleet_is_cut_to_one_frame_and_says_so():
+    agents = tuple(
+        AgentStatus(
+            name=f"agent-{number:05d}",
+            state="ready",
+            slots=64,
+            running_sequences=3,
+            leases=2,
+            rtt_s=0.1,
+            rate_tokens_s=30.0,
+            tokens_generated=1,
+            bytes_up=1,
+            bytes_down=1,
+            versions={POLICY: 4},
+            digests={POLICY: "0" * 64},
+            groups_done=1,
+            attempts_failed=0,
+        )
+        for number in range(5000)
+    )
+    status = SchedulerStatus(term=1, build="b", uptime_s=0.0, runs=(), agents=agents, counters={})
+    cut = fitting(status)
+    assert len(msgspec.msgpack.encode(StatusReply(status=cut))) < CONTROL_FRAME_BYTES
+    assert 100 < len(cut.agents) == 5000 - cut.counters["status.agents_left_out"]
+    small = msgspec.structs.replace(status, agents=agents[:3])
+    assert fitting(small) is small
+
+
+def test_metrics_are_one_whole_object_per_line(tmp_path):
+    step = StepStatus(
+        policy=POLICY,
+        step=1,
+        version=1,
+        reward_mean=0.5,
+        policy_lag_mean=0.0,
+        policy_lag_max=0,
+        response_tokens=10,
+        busy_s=1.0,
+        waiting_s=0.5,
+        delta_bytes=None,
+        full_bytes=None,
+        at_s=3.0,
+    )
+    evaluation = EvaluationStatus(
+        policy=POLICY, version=0, step=0, items=4, scored=4, accuracy=0.25, done=True
+    )
+    path = tmp_path / "runs" / "sums" / "metrics.jsonl"
+    files = MetricsFiles(tmp_path, ManualClock())
+    files.record(RecordStep("sums", step, {"loss": 0.1}))
+    with open(path, "ab") as file:
+        file.write(b'{"type": "step", "po')  # death in mid-line
+    files = MetricsFiles(tmp_path, ManualClock())
+    files.record(RecordEvaluation("sums", evaluation))
+    files.record(RunEnded("sums", "completed"))
+    files.record(RunEnded("../../elsewhere", "completed"))
+    lines = path.read_text().splitlines()
+    first, torn, second, last = lines[0], lines[1], lines[2], lines[3]
+    assert json.loads(first)["metrics"] == {"loss": 0.1}
+    assert json.loads(first)["type"] == "step"
+    assert torn == '{"type": "step", "po'
+    assert json.loads(second) | {"wall_s": 0} == {
+        "type": "evaluation",
+        **msgspec.to_builtins(evaluation),
+        "wall_s": 0,
+    }
+    assert (json.loads(last)["reason"], len(lines)) == ("completed", 4)
+    assert not (tmp_path.parent / "elsewhere").exists()
+
+
+# ---- the whole daemon ------------------------------------------------------------------------
+
+
+class Deployment:
+    """A scheduler as a child process, and peers of it in this one."""
+
+    def __init__(self, folder: Path, network: ZmqNetwork) -> None:
+        self.folder = folder
+        self.network = network
+        self.ports: dict[str, int] = {}
+        self.child: asyncio.subprocess.Process | None = None
+        self.links: list[PlaneLink] = []
+
+    async def start(self) -> None:
+        config = SchedulerConfig(
+            transport=TransportConfig(
+                control_port=0,
+                trajectories_port=0,
+                weights_port=0,
+                keys=str(self.folder / "keys"),
+            ),
+            scheduler=SchedulerTable(
+                folder=str(self.folder / "scheduler"),
+                heartbeat_s=0.2,
+                lost_after_s=5.0,
+                reconnect_grace_s=5.0,
+                retry_backoff_s=0.1,
+            ),
+        )
+        program = "from scheduler.cli import scheduler_group; scheduler_group()"
+        self.child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            program,
+            "run",
+            *overrides_of(config),
+            "--stop-on-eof",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )
+        assert self.child.stdout is not None
+        async with asyncio.timeout(2 * WAIT_S):
+            line = await self.child.stdout.readline()
+        self.ports = json.loads(line)["ports"]
+
+    async def end(self, how: signal.Signals = signal.SIGKILL) -> int:
+        assert self.child is not None
+        if self.child.returncode is None:
+            self.child.send_signal(how)
+        status = await asyncio.wait_for(self.child.wait(), WAIT_S)
+        self.child._transport.close()
+        return status
+
+    def children(self) -> list[int]:
+        assert self.child is not None
+        pid = self.child.pid
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def transport(self) -> TransportConfig:
+        return TransportConfig(
+            control_port=self.ports["control"],
+            keys=str(self.folder / "keys"),
+        )
+
+    def operator(self, name: str = "operator", answer_s: float = WAIT_S) -> Operator:
+        key = self.folder / "keys" / f"{name}.toml"
+        return Operator(self.transport(), key, answer_s=answer_s, network=self.network)
+
+    def link(self, key: KeyPair | str, plane: Plane = Plane.CONTROL) -> PlaneLink:
+        keys = self.folder / "keys"
+        pair = KeyPair.load(keys / f"{key}.toml") if isinstance(key, str) else key
+        options = link_options(self.transport(), plane)._replace(reconnect_s=0.02)
+        server = load_toml(keys / "server.public.toml", PublicKey).public_key
+        endpoint = f"tcp://127.0.0.1:{self.ports[plane.value]}"
+        link = PlaneLink(self.network.link(endpoint, options, key=pair, server_key=server), plane)
+        self.links.append(link)
+        return link
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def hello(incarnation: int = 1, role: Role = Role.AGENT) -> Hello:
+    inventory = AgentInventory(
+        slots=8,
+        hardware="cpu",
+        engine="fake",
+        workflows={"single_turn": "x"},
+        rewards=("exact",),
+    )
+    return Hello(role=role, incarnation=incarnation, build="b", agent=inventory)
+
+
+@contextlib.asynccontextmanager
+async def deployment(folder: Path) -> AsyncIterator[Deployment]:
+    create_keys(folder / "keys", agents=("a", "b"), trainers=(POLICY,), viewers=("viewer",))
+    network = ZmqNetwork()
+    world = Deployment(folder, network)
+    try:
+        await world.start()
+        yield world
+    finally:
+        for link in world.links:
+            await link.close()
+        await world.end()
+        await network.close()
+
+
+@pytest.mark.asyncio
+async def test_a_daemon_serves_operators_and_agents_by_their_keys_and_stops_in_order(tmp_path):
+    async with deployment(tmp_path) as world, world.operator() as operator:
+        assert len(set(world.ports.values())) == 3
+        await operator.submit(run_spec(tmp_path))
+        await operator.submit(run_spec(tmp_path))
+        changed = msgspec.structs.replace(run_spec(tmp_path), seed=5)
+        with pytest.raises(RequestRefused, match=r"^run\."):
+            await operator.submit(changed)
+        with pytest.raises(RequestRefused, match=r"run\.unknown: .*live runs: sums"):
+            await operator.command("subs", "pause")
+
+        async with world.operator("viewer", answer_s=0.5) as viewer:
+            assert (await viewer.status()).term == 1
+            with pytest.raises(PeerUnreachable, match="no answer within"):
+                await viewer.command("sums", "stop")
+
+        agent = world.link("a")
+        await agent.send(Heartbeat(sequence=1, sent_s=0.0))
+        await agent.expect(HelloRequired)
+        await agent.send(hello(role=Role.TRAINER))
+        assert [refused.code for refused in await agent.expect(Refuse)] == ["role.mismatch"]
+        await agent.send(hello())
+        assert [w.policies for w in await agent.expect(Welcome)] == [(POLICY,)]
+        await agent.send(StatusRequest())  # not an agent's to say: no answer
+        await agent.send(Heartbeat(sequence=2, sent_s=1.5))
+        [reply] = await agent.expect(HeartbeatReply)
+        assert (reply.sequence, reply.sent_s) == (2, 1.5)
+        status = await operator.status()
+        assert [a.name for a in status.agents] == ["a"]
+        assert status.runs[0].state == "running"
+
+        stranger = world.link(KeyPair.generate("c", Role.AGENT))
+        await until(lambda: stranger.link.handshake_failures > 0)
+        assert not stranger.link.connected
+
+        later = world.link("a")
+        await later.send(hello(incarnation=2))
+        await later.expect(Welcome)
+        await agent.send(Heartbeat(sequence=3, sent_s=2.0))  # the older link of the same key
+        await agent.expect(HelloRequired)
+
+        children = world.children()
+        assert len(children) >= 2
+        assert world.child is not None
+        assert world.child.stdin is not None
+        world.child.stdin.close()
+        assert await asyncio.wait_for(world.child.wait(), WAIT_S) == 0
+        assert not alive(children)
+
+
+@pytest.mark.asyncio
+async def test_after_kill_9_the_daemon_is_found_where_it_was_and_knows_what_it_knew(tmp_path):
+    async with deployment(tmp_path) as world, world.operator() as operator:
+        ports = dict(world.ports)
+        await operator.submit(run_spec(tmp_path))
+        await operator.command("sums", "pause")
+        agent = world.link("a")
+        await agent.send(hello())
+        await agent.expect(Welcome)
+        services = world.children()
+        await world.end(signal.SIGKILL)
+        await world.start()
+        assert world.ports == ports
+        await until(lambda: not alive(services))
+        status = await operator.status()
+        assert (status.term, status.runs[0].state) == (2, "paused")
+        await agent.send(Heartbeat(sequence=1, sent_s=0.0))
+        await agent.expect(HelloRequired)
+        await agent.send(hello())
+        [welcome] = await agent.expect(Welcome)
+        assert welcome.term == 2
+
+
+@pytest.mark.asyncio
+async def test_a_run_whose_task_source_fails_says_why_and_a_dead_service_comes_back(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
+    async with deployment(tmp_path) as world, world.operator() as operator:
+        await operator.submit(run_spec(tmp_path, "broken", "bad.jsonl"))
+        reason = ""
+        async with asyncio.timeout(WAIT_S):
+            while not reason:
+                [run] = (await operator.status()).runs
+                reason = run.reason
+        assert "bad.jsonl:1: answer: Expected `str`, got `int`" in reason
+
+        before = world.children()
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(world.children()) == len(before))
+        log = world.link("a", Plane.TRAJECTORIES)
+        async with asyncio.timeout(WAIT_S):
+            await log.link.wait_connected()
+        assert world.child is not None
+        assert world.child.returncode is None
+
+
+def result_of(offer: LeaseOffer, digest: str) -> tuple[GroupSummary, bytes]:
+    """What an agent that answers half of its items would send."""
+    sequences = len(offer.items) * offer.group_size
+    body = offer.attempt.encode() * 10
+    summary = GroupSummary(
+        attempt=offer.attempt,
+        fence=offer.fence,
+        job=offer.job,
+        digest=hashlib.sha256(body).hexdigest(),
+        size_bytes=len(body),
+        rewards=tuple(float(n % 2) for n in range(sequences)),
+        lengths=(3,) * sequences,
+        versions={POLICY: (0, 0)},
+        prompt_tokens=5,
+        queued_s=0.0,
+        generating_s=0.01,
+    )
+    return summary, body
+
+
+@pytest.mark.asyncio
+async def test_groups_flow_from_leases_over_all_three_planes_to_a_trainers_batch(tmp_path):
+    async with deployment(tmp_path) as world, world.operator() as operator:
+        await operator.submit(run_spec(tmp_path))
+        publisher = Trainer(tmp_path)
+        trainer = world.link(trainer_name(POLICY))
+        inventory = TrainerInventory(policy=POLICY, checkpoint_step=0, checkpoint_version=0)
+        await trainer.send(Hello(role=Role.TRAINER, incarnation=1, build="b", trainer=inventory))
+        [welcome] = await trainer.expect(Welcome)
+        assert welcome.run == run_spec(tmp_path)
+
+        agent, weights = world.link("a"), world.link("a", Plane.WEIGHTS)
+        await agent.send(hello())
+        await agent.expect(Welcome)
+        await weights.send(WeightsRequest(policy=POLICY, have_version=None))
+        await publisher.publish(world.link(trainer_name(POLICY), Plane.WEIGHTS), publisher.first)
+        [plan] = await weights.expect(WeightsPlan)
+        assert plan.version == 0
+        digest = publisher.first.manifest.digest
+        await agent.send(VersionServing(policy=POLICY, version=0, digest=digest, pause_s=0.0))
+        await trainer.send(BatchRequest(policy=POLICY, step=1, groups=2, head_version=0))
+
+        uploads = world.link("a", Plane.TRAJECTORIES)
+        bodies: dict[str, bytes] = {}
+        kinds: list[str] = []
+        while not any(isinstance(message, BatchGrant) for message, _ in trainer.received):
+            [offer] = await agent.expect(LeaseOffer)
+            kinds.append(offer.kind)
+            reply = LeaseReply(attempt=offer.attempt, fence=offer.fence, accepted=True)
+            await agent.send(reply)
+            summary, body = result_of(offer, digest)
+            bodies[summary.digest] = body
+            await uploads.send(TrajectoryPut(summary=summary), (body,))
+            [ack] = await uploads.expect(TrajectoryAck)
+            assert ack.digest == summary.digest
+            if kinds.count("train") >= 2:
+                break
+        assert kinds[0] == "eval"
+        [grant] = await trainer.expect(BatchGrant)
+        assert [group.policy_lag for group in grant.groups] == [0, 0]
+
+        fetching = world.link(trainer_name(POLICY), Plane.TRAJECTORIES)
+        await fetching.send(BodyRequest(digests=tuple(g.digest for g in grant.groups)))
+        await until(lambda: len(fetching.received) == 2)
+        for body, payload in fetching.received:
+            assert payload == [bodies[body.digest]]
+
+        status = await operator.status()
+        [policy] = status.runs[0].policies
+        assert [(e.version, e.accuracy, e.done) for e in policy.evaluations] == [(0, 0.5, True)]
+        row = next(row for row in status.runs[0].accounting if row.kind == "train")
+        assert (row.taken, row.balance) == (2, 0)
+        metrics = tmp_path / "scheduler" / "runs" / "sums" / "metrics.jsonl"
+        await until(metrics.exists)
+        assert json.loads(metrics.read_text().splitlines()[0])["type"] == "evaluation"

@@ -1,0 +1,65 @@
+"""Small model folders for the tests that need torch."""
+
+import shutil
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "models" / "arithmetic-1m"
+VOCABULARY = 317
+
+
+def random_qwen3(folder: Path, *, seed: int = 0, chat_template: bool = True) -> Path:
+    """A Qwen3 of two layers with random bf16 weights and the example's tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        initializer_range=0.3,
+    )
+    return _save(Qwen3ForCausalLM(config).bfloat16(), folder, chat_template)
+
+
+def random_gpt2(folder: Path, *, seed: int = 0) -> Path:
+    """A GPT-2 with random float32 weights: another architecture, absolute positions, dropout in
+    its configuration, biases, and no chat template."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=128,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        eos_token_id=1,
+        bos_token_id=1,
+        initializer_range=0.3,
+    )
+    return _save(GPT2LMHeadModel(config), folder, False)
+
+
+def _save(model, folder: Path, chat_template: bool) -> Path:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EXAMPLE / name, folder / name)
+    if not chat_template:
+        path = folder / "tokenizer_config.json"
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(line for line in lines if '"chat_template"' not in line))
+    return folder
