@@ -5,7 +5,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -159,7 +159,7 @@ def run_ls(
         click.echo("no runs", err=True)
 
 
-def _command(verb: str, text: str) -> None:
+def _command(verb: Literal["pause", "resume", "stop"], text: str) -> None:
     @run_group.command(verb, help=text)
     @click.argument("run")
     @_config

@@ -156,9 +156,8 @@ async def up(run: Prepared, *, plain: bool) -> int:
         try:
             watched = asyncio.ensure_future(_watch(deployment, stop, console, clock, plain=plain))
             stopped = asyncio.ensure_future(stop.wait())
-            await asyncio.wait(
-                {watched, stopped, deployment.failure}, return_when=asyncio.FIRST_COMPLETED
-            )
+            first: set[asyncio.Future[Any]] = {watched, stopped, deployment.failure}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if deployment.failure.done() and not watched.done():
                 click.echo(f"error: {deployment.failure.result()}", err=True)
                 await _cancel(watched)
@@ -253,7 +252,7 @@ def finish(deployment: LocalDeployment, status: SchedulerStatus, wall_s: float) 
     from cloud_trainer.checkpoints import lineage_ids
 
     folder, spec = deployment.folder, deployment.spec
-    lineages = {}
+    lineages: dict[str, Sequence[tuple[int, Sequence[str]]]] = {}
     for name in deployment.trained:
         home = folder.trainer(name)
         with contextlib.suppress(StoreError, FileNotFoundError):

@@ -25,7 +25,7 @@ def decode_file(path: Path) -> str:
         RemoteProtocolError: not a message of ours.
     """
     data = path.read_bytes()[: _MAX_FILE_BYTES + 1]
-    frames = []
+    frames: list[bytes] = []
     while data:
         if len(data) < _PREFIX.size:
             raise TruncatedBlob(f"{path}: ends within the length of frame {len(frames)}")
