@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from farflow.view import accounting_table, human_bytes
+from farflow.view import accounting_table, human_bytes, new_table
 from transport.ids import policy_name
 from transport.status import AccountingRow, EvaluationStatus, PolicyStatus, SchedulerStatus
 
@@ -164,11 +163,7 @@ def _at(done: Sequence[EvaluationStatus], *, first: bool) -> EvaluationStatus | 
 def render(summary: RunSummary) -> RenderableType:
     """The summary for a terminal."""
     parts: list[RenderableType] = []
-    table = Table(
-        title=f"run {summary.run}: {summary.state} ({summary.reason})",
-        title_justify="left",
-        expand=True,
-    )
+    table = new_table(f"run {summary.run}: {summary.state} ({summary.reason})")
     for column in ("policy", "steps", "version", "held-out before", "after", "items"):
         table.add_column(column)
     for policy in summary.policies:
@@ -181,7 +176,7 @@ def render(summary: RunSummary) -> RenderableType:
             str(policy.held_out_items),
         )
     parts.append(table)
-    digests = Table(title="weights at the end", title_justify="left", expand=True)
+    digests = new_table("weights at the end")
     for column in ("agent", "policy", "version", "digest", "equals the published"):
         digests.add_column(column)
     for digest in summary.agents:

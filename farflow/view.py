@@ -6,6 +6,7 @@ Pure functions of a ``SchedulerStatus``; nothing here asks anybody for anything.
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -37,6 +38,13 @@ ACCOUNTING_STATES = (
 )
 
 _SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def new_table(title: str) -> Table:
+    """An empty table in the one style that all of them have."""
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
 
 
 def human_bytes(count: float) -> str:
@@ -76,7 +84,7 @@ def delta_text(step: StepStatus | None) -> str:
 
 def policy_table(run: RunStatus, rewards: Mapping[str, Sequence[float]]) -> Table:
     """One row per policy; ``rewards`` holds recent mean training rewards by policy id."""
-    table = Table(title=f"run {run.name} · {run.state}", title_justify="left", expand=True)
+    table = new_table(f"run {run.name} · {run.state}")
     columns = (
         "policy",
         "trainer",
@@ -109,7 +117,7 @@ def policy_table(run: RunStatus, rewards: Mapping[str, Sequence[float]]) -> Tabl
 
 def agent_table(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> Table:
     """One row per agent; ``rates`` holds tokens per second by agent name."""
-    table = Table(title="agents", title_justify="left", expand=True)
+    table = new_table("agents")
     for column in (
         "agent",
         "state",
@@ -142,7 +150,7 @@ def agent_table(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> Ta
 
 def accounting_table(rows: Sequence[AccountingRow]) -> Table:
     """Where every (group, policy) went; the last column says whether the row balances."""
-    table = Table(title="accounting", title_justify="left", expand=True)
+    table = new_table("accounting")
     table.add_column("policy")
     table.add_column("kind")
     used = [s for s in ACCOUNTING_STATES if any(getattr(row, s) for row in rows)]

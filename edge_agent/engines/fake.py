@@ -73,7 +73,9 @@ class ServiceTimes:
 
     def tokens_after(self, elapsed_s: float) -> int:
         """How many tokens a sequence has that got its slot ``elapsed_s`` ago."""
-        return max(0, math.floor((elapsed_s - self._table.first_token_s) * self._table.tokens_per_s))
+        return max(
+            0, math.floor((elapsed_s - self._table.first_token_s) * self._table.tokens_per_s)
+        )
 
 
 def solve(prompt: str) -> str:
@@ -166,7 +168,12 @@ class _Sequence:
     """One sibling on its way; ``draw`` brings it to a number of tokens."""
 
     def __init__(
-        self, policy: _Policy, request: GenerationRequest, sibling: int, seed: int, times: ServiceTimes
+        self,
+        policy: _Policy,
+        request: GenerationRequest,
+        sibling: int,
+        seed: int,
+        times: ServiceTimes,
     ) -> None:
         sampling = request.sampling
         self.policy = policy
@@ -198,9 +205,7 @@ class _Sequence:
     def _next(self) -> tuple[int, float]:
         at = len(self.tokens)
         if at < self._thoughts:
-            before = self.tokens[-1] if self.tokens else (*self._request.prompt_tokens, 0)[-2:][0]
-            if not self.tokens and not self._request.prompt_tokens:
-                before = 0
+            before = (self.tokens or self._request.prompt_tokens or (0,))[-1]
             return self.policy.think(
                 before, self._request.sampling.temperature, float(self._uniform[at])
             )

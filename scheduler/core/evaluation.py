@@ -1,6 +1,6 @@
 """Evaluations: greedy accuracy of pinned versions on held-out items.
 
-    start    version 0 of every trained policy, as soon as the weight store has it
+    start    version 0 of every trained policy, from when the weight store has it
     between  one policy's newest version every ``every_versions`` steps; one at a time, a version
              that would be due meanwhile is skipped
     end      every policy's head after its last step
@@ -135,13 +135,10 @@ def statuses(evaluation: Evaluation) -> list[EvaluationStatus]:
 def _start_due(ctx: Context, run: Run, spec: EvaluationSpec) -> None:
     policies = trained_policies(ctx, run)
     if not run.start_evaluated:
-        roots = [ctx.policies[policy.id].tree.nodes.get(0) for policy in policies]
-        if any(policy.checkpoint_step > 0 for policy in policies):
-            run.start_evaluated = True  # joined a lineage whose beginning is not here
-        elif all(root is not None and root.stored for root in roots):
-            run.start_evaluated = True
-            _create(ctx, run, "start", {policy.id: 0 for policy in policies}, spec.items)
+        # Its jobs wait for version 0, so that they are there before the first agent is ready.
+        run.start_evaluated = True
         ctx.tables.touch(run)
+        _create(ctx, run, "start", {policy.id: 0 for policy in policies}, spec.items)
     if not spec.every_versions:
         return
     busy = {id for e in open_evaluations(ctx, run) for id in e.pinned}

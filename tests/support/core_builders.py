@@ -285,7 +285,7 @@ class Scene:
         self, offer: LeaseOffer, version: int = 0, policies: tuple[str, ...] = (SOLVER,), **c: Any
     ) -> list[Effect]:
         """The offer's result is durable in the trajectory log."""
-        versions = c.pop("versions", {policy: (version, version) for policy in policies})
+        versions = c.pop("versions", dict.fromkeys(policies, (version, version)))
         agent = c.pop("agent", self.offered_to[offer.attempt])
         return self.stored(make_summary(offer, agent, versions=versions, **c))
 

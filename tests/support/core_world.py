@@ -20,6 +20,7 @@ from core_builders import (
     make_trainer_hello,
     make_version_stored,
 )
+
 from scheduler.core.effects import (
     Effect,
     ProduceItems,
@@ -565,8 +566,10 @@ class World:
         while self.produce():
             pass
         peers = [*self.agents, *self.trainers, TRAJECTORY_LOG, WEIGHT_STORE]
-        while any([self.arrive(peer) or self.hear(peer) for peer in peers]):
-            pass
+        busy = True
+        while busy:
+            moved = [self.arrive(peer) or self.hear(peer) for peer in peers]
+            busy = any(moved)
         self.pass_time(1.0)
 
     def finish(self, rounds: int = 300) -> None:

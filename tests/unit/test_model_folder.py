@@ -92,7 +92,8 @@ def test_shards_load_like_a_single_file(folder):
         (folder / file).write_bytes(b"".join(data))
         weight_map.update(dict.fromkeys(part, file))
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    index = {"metadata": {"total_size": 1_262_976}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert dict(load_model(folder).weights.published()) == tensors
 
 

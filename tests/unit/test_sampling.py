@@ -30,7 +30,7 @@ def draw(logits, uniform, *, temperature=1.0, top_p=None):
     return tokens.numpy(), logprobs.numpy()
 
 
-GRID = (np.arange(100_000) + 0.5) / 100_000
+GRID = (np.arange(50_000) + 0.5) / 50_000
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -38,7 +38,7 @@ def test_a_grid_of_uniform_numbers_gives_the_softmax_at_the_temperature(temperat
     tokens, logprobs = draw(LOGITS, GRID, temperature=temperature)
     expected = softmax(LOGITS, temperature)
     frequencies = np.bincount(tokens, minlength=len(LOGITS)) / len(GRID)
-    assert frequencies == pytest.approx(expected, abs=2e-5)
+    assert frequencies == pytest.approx(expected, abs=4e-5)
     assert logprobs == pytest.approx(np.log(expected[tokens]), abs=1e-5)
 
 
@@ -46,7 +46,7 @@ def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p_with_all_the_probabil
     probabilities = softmax(LOGITS)  # 0.55, 0.20, 0.12, ...
     tokens, logprobs = draw(LOGITS, GRID, top_p=0.7)
     kept = probabilities[:2] / probabilities[:2].sum()
-    assert np.bincount(tokens) / len(GRID) == pytest.approx(kept, abs=2e-5)
+    assert np.bincount(tokens) / len(GRID) == pytest.approx(kept, abs=4e-5)
     assert logprobs == pytest.approx(np.log(kept[tokens]), abs=1e-5)
 
 

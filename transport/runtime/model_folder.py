@@ -310,4 +310,4 @@ def _quiet() -> Iterator[None]:
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
