@@ -16,13 +16,15 @@ import structlog
 
 from cloud_trainer.config import TrainerConfig
 from cloud_trainer.core.effects import Exit, Rollback
-from cloud_trainer.home import TrainerHome
-from cloud_trainer.plane_links import PlaneLinks, TrainerKeys, load_keys
-from cloud_trainer.ranks import Ranks, ranks_from
+from cloud_trainer.factory import MakeTrainer, make_trainer
+from cloud_trainer.home import Start, TrainerHome
+from cloud_trainer.plane_links import PlaneLinks, load_keys
+from cloud_trainer.ranks import ranks_from
 from cloud_trainer.shell import TrainerShell
 from transport.errors import ConfigError
 from transport.ids import is_name
 from transport.links import Network
+from transport.messages import Plane
 from transport.runtime.clock import Clock, SystemClock
 
 MAX_ROLLBACKS = 3
@@ -37,6 +39,7 @@ async def run_daemon(
     on_ready: Callable[[dict[str, Any]], None],
     network: Network | None = None,
     clock: Clock | None = None,
+    trainers: MakeTrainer = make_trainer,
 ) -> int:
     """Train until the run is finished or ``stop`` is set; returns the exit status. ``on_ready`` is
     called once the links are made, whether or not anybody answers yet.
@@ -54,6 +57,7 @@ async def run_daemon(
         )
     ranks = ranks_from(os.environ)
     keys = load_keys(config.transport, table.policy, link=table.key, signing=table.signing_key)
+    clock = SystemClock() if clock is None else clock
     own_network = network is None
     if network is None:
         from transport.zmq_links import ZmqNetwork
@@ -64,9 +68,26 @@ async def run_daemon(
             TrainerHome, Path(table.folder), keep_checkpoints=table.keep_checkpoints
         )
         try:
-            return await _live(
-                config, home, keys, ranks, network, clock or SystemClock(), stop, on_ready
-            )
+            links = PlaneLinks(network, config.transport, keys)
+            on_ready({"ready": True, "ports": {}, "policy": table.policy})
+            try:
+
+                def make_shell(start: Start) -> TrainerShell:
+                    return TrainerShell(
+                        table,
+                        home=home,
+                        start=start,
+                        links=links,
+                        signer=keys.signer,
+                        ranks=ranks,
+                        trainers=trainers,
+                        clock=clock,
+                        build=_build(),
+                    )
+
+                return await _incarnations(home, clock, links, make_shell, stop)
+            finally:
+                await links.close()
         finally:
             home.release()
     finally:
@@ -74,47 +95,32 @@ async def run_daemon(
             await network.close()
 
 
-async def _live(
-    config: TrainerConfig,
+async def _incarnations(
     home: TrainerHome,
-    keys: TrainerKeys,
-    ranks: Ranks,
-    network: Network,
     clock: Clock,
+    links: PlaneLinks,
+    make_shell: Callable[[Start], TrainerShell],
     stop: asyncio.Event,
-    on_ready: Callable[[dict[str, Any]], None],
 ) -> int:
-    links = PlaneLinks(network, config.transport, keys)
-    on_ready({"ready": True, "ports": {}, "policy": config.trainer.policy})
     rollbacks, last_step, republish = 0, -1, False
-    try:
-        while True:
-            start = await asyncio.to_thread(home.start, clock, republish=republish)
-            if start.position.step > last_step:
-                rollbacks, last_step = 0, start.position.step
-            shell = TrainerShell(
-                config.trainer,
-                home=home,
-                start=start,
-                links=links,
-                signer=keys.signer,
-                ranks=ranks,
-                clock=clock,
-                build=_build(),
-            )
-            match await shell.run(stop):
-                case Exit(status=status, code=code, message=message):
-                    level = _log.info if status == 0 else _log.error
-                    level("trainer.ended", code=code, reason=message)
-                    return status
-                case Rollback(code=code, message=message) as rollback:
-                    republish = rollback.republish
-                    rollbacks += 1
-                    _log.error("trainer.rolled_back", code=code, reason=message, times=rollbacks)
-                    if rollbacks > MAX_ROLLBACKS:
-                        return 1
-    finally:
-        await links.close()
+    while True:
+        start = await asyncio.to_thread(home.start, clock, republish=republish)
+        if start.position.step > last_step:
+            rollbacks, last_step = 0, start.position.step
+        match await make_shell(start).run(stop):
+            case Exit(status=status, code=code, message=message):
+                level = _log.info if status == 0 else _log.error
+                level("trainer.ended", code=code, reason=message)
+                return status
+            case Rollback(code=code, message=message) as rollback:
+                republish = rollback.republish
+                rollbacks += 1
+                _log.error("trainer.rolled_back", code=code, reason=message, times=rollbacks)
+                if rollbacks > MAX_ROLLBACKS:
+                    return 1
+                # New connections: what was asked for on the old ones is then asked for again.
+                for plane in Plane:
+                    links.renew(plane)
 
 
 def _build() -> str:

@@ -1,6 +1,7 @@
 """Which trainer a policy asks for; imports what computes gradients only then."""
 
 import hashlib
+from collections.abc import Callable
 
 import msgspec
 
@@ -8,6 +9,8 @@ from cloud_trainer.config import TrainerTable
 from cloud_trainer.trainer import Trainer
 from transport.ids import policy_name
 from transport.runs import PolicySpec, RunSpec
+
+MakeTrainer = Callable[[PolicySpec, TrainerTable], Trainer]
 
 
 def make_trainer(spec: PolicySpec, config: TrainerTable) -> Trainer:

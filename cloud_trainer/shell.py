@@ -25,7 +25,7 @@ from cloud_trainer.core.effects import Effect
 from cloud_trainer.core.events import Event
 from cloud_trainer.core.machine import TrainerCore
 from cloud_trainer.core.settings import CoreSettings
-from cloud_trainer.factory import make_trainer, spec_digest
+from cloud_trainer.factory import MakeTrainer, spec_digest
 from cloud_trainer.home import Start, TrainerHome
 from cloud_trainer.plane_links import PlaneLinks
 from cloud_trainer.publisher import Publisher
@@ -78,6 +78,7 @@ class TrainerShell:
         links: PlaneLinks,
         signer: SigningKey,
         ranks: Ranks,
+        trainers: MakeTrainer,
         clock: Clock,
         build: str,
     ) -> None:
@@ -96,6 +97,7 @@ class TrainerShell:
         self._links = links
         self._signer = signer
         self._ranks = ranks
+        self._make_trainer = trainers
         self._clock = clock
         self._build = build
         self._metrics = MetricsFile(home.folder)
@@ -259,7 +261,7 @@ class TrainerShell:
                 f"{self._home.folder} holds a checkpoint of {meta.policy} with another model, "
                 "trainer, settings or seed; set trainer.folder to another folder, or remove it"
             )
-        trainer = LeadTrainer(make_trainer(spec, self._table), self._ranks)
+        trainer = LeadTrainer(self._make_trainer(spec, self._table), self._ranks)
         trainer.load(Path(spec.model))
         if meta is not None:
             trainer.load_state_dict(self._home.checkpoints.load_arrays(meta), meta.trainer)

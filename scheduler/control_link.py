@@ -105,12 +105,16 @@ class ControlLink:
 
     async def _beat(self, link: Link, receiving: asyncio.Task[None]) -> None:
         """Hello until welcome, then signs of life; returns when the scheduler is silent."""
+        failures = 0
         while not receiving.done():
             now = self._clock.monotonic_s()
             if now - self._heard_s > self._lost_after_s:
                 return
             if not link.connected:
                 self.welcomed = False
+                if link.handshake_failures > failures:
+                    failures = link.handshake_failures
+                    _log.warning("control.no_connection", reason=link.last_failure)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._heartbeat_s):
                         await link.wait_connected()

@@ -66,9 +66,6 @@ class FairSender(Generic[K]):
             return
         peer.wanted[piece] = None
 
-    def forget(self, route: bytes) -> None:
-        self._peers.pop(route, None)
-
     async def run(self) -> None:
         """Send until cancelled."""
         while True:
@@ -90,7 +87,7 @@ class FairSender(Generic[K]):
                 self._retry_later(route, peer)
             except PeerUnreachable:
                 self.unreachable += 1
-                self.forget(route)
+                self._forget(route)
             else:
                 if frames:
                     self.sent += 1
@@ -101,7 +98,10 @@ class FairSender(Generic[K]):
                 if peer.wanted:
                     self._take_turn(route)
                 else:
-                    self.forget(route)
+                    self._forget(route)
+
+    def _forget(self, route: bytes) -> None:
+        self._peers.pop(route, None)
 
     def _take_turn(self, route: bytes) -> None:
         self._turns.append(route)

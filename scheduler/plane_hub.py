@@ -155,9 +155,19 @@ class PlaneHub:
         self._hub.send(route, frames)
 
     async def keep_refreshing(self) -> None:
-        """Follow the authorized folder until cancelled."""
+        """Follow the authorized folder, and say who was turned away, until cancelled."""
+        failures = 0
         while True:
             await asyncio.sleep(REFRESH_S)
+            if self._hub.handshake_failures > failures:
+                more = self._hub.handshake_failures - failures
+                failures = self._hub.handshake_failures
+                _log.warning(
+                    "plane.turned_away",
+                    plane=self.plane.value,
+                    connections=more,
+                    reason=self._hub.last_failure,
+                )
             refresh = await asyncio.to_thread(self.allowed.refresh, self._clock.monotonic_s())
             for warning in refresh.warnings:
                 _log.warning("keys.skipped", reason=warning)

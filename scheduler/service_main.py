@@ -13,7 +13,6 @@ from scheduler.config import SchedulerConfig
 from transport.errors import ConfigError, FarflowError
 
 EXIT_FAILED = 1
-EXIT_CONFIG = 78
 
 
 class Serve(Protocol):
@@ -39,7 +38,7 @@ def run_process(
     errors: 78 for a wrong configuration, 1 for anything else that farflow foresees."""
     from transport.runtime.config import load_config
     from transport.runtime.logs import configure_logging
-    from transport.runtime.origin import verify_origin
+    from transport.runtime.origin import EXIT_CONFIG, verify_origin
 
     verify_origin()
     try:

@@ -265,6 +265,11 @@ class JsonlSource:
     """
 
     def __init__(self, task: TaskSpec, seed: int) -> None:
+        if task.reward == "verifier":
+            raise TaskError(
+                "task.reward: 'verifier' belongs to reasoning-gym; a file's answers are compared"
+                " with 'exact' or 'math-verify'"
+            )
         self._path = Path(task.path)
         self._seed = seed
         self._train: list[Item] = []

@@ -107,6 +107,7 @@ class TrajectoryLog:
         self._room.set()
         self._unaccepted = {summary.digest: summary for summary in self._store.unaccepted()}
         self._announced: dict[str, float] = {}
+        self._full = False
         self._to_accept: list[str] = []
         self._to_release: dict[str, None] = {}
         self.counters: Counter[str] = Counter()
@@ -230,9 +231,12 @@ class TrajectoryLog:
             return
         self.counters[outcome.value] += 1
         if outcome is Outcome.FULL:
-            _log.warning("trajectory.no_room", attempt=summary.attempt, disk=self._store.size_bytes)
+            if not self._full:
+                _log.warning("trajectory_log.full", size_bytes=self._store.size_bytes)
+            self._full = True
             return
         if outcome is Outcome.STORED:
+            self._full = False
             self._unaccepted[summary.digest] = summary
         ack = TrajectoryAck(attempt=summary.attempt, digest=summary.digest)
         self._sender.ask(put.route, ack)

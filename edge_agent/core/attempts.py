@@ -13,6 +13,8 @@ from enum import StrEnum
 from transport.ids import Fence
 from transport.messages import HeldAttempt, LeaseOffer
 
+MAX_NEW_TOKENS = 1 << 20
+
 
 class AttemptState(StrEnum):
     WAITING = "waiting"
@@ -59,7 +61,9 @@ def fault_of(offer: LeaseOffer) -> str:
     """Why an offer makes no sense, or nothing."""
     if not offer.attempt or not offer.items or offer.group_size < 1 or not offer.policies:
         return "empty attempt, items, policies or group"
-    if offer.max_new_tokens < 1 or not 0.0 <= offer.temperature < float("inf"):
+    if not 1 <= offer.max_new_tokens <= MAX_NEW_TOKENS or not 0.0 <= offer.temperature < float(
+        "inf"
+    ):
         return "impossible sampling parameters"
     if not set(pins_of(offer)) <= set(offer.policies.values()):
         return "pinned to a policy that it does not use"

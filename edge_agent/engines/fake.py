@@ -1,57 +1,29 @@
 """An engine without a model library: real time behaviour, real learning of a toy kind.
 
 What always holds: at most ``slots`` sequences run; a sequence of ``n`` tokens takes
-``first_token_s + n / tokens_per_s`` from getting its slot; its tokens, lengths and log-probabilities
-depend on the engine's seed, the request and the weights only, never on time or company; weights
-change between two tokens and each token carries the version that drew it; ``read_weights`` gives
-back exactly the bytes that came in.
+``first_token_s + n / tokens_per_s`` from getting its slot; its tokens, lengths and
+log-probabilities depend on the engine's seed, the request and the weights only, never on time or
+company; weights change between two tokens and each token carries the version that drew it;
+``read_weights`` gives back exactly the bytes that came in.
 
-Tokens: below ``CHARACTERS`` they are thoughts and decode to nothing; above, characters of text; at
-it, the end. A completion is a chain of thoughts, then an answer spelled out, then the end:
-
-    thoughts   drawn from softmax((embed @ output.T + bias)[token before] / temperature) of a
-               ``farflow-numpy`` model, uniform over 64 for any other folder
-    answer     the value of the prompt's last integer sum, right if more than half of the thoughts
-               are in the lower half of the vocabulary, else with its last digit changed; spelled
-               with probability 1, so its log-probabilities are 0; empty if there is no sum
-
-So a policy learns to think in the lower half by being rewarded for right answers. Lengths are
-log-normal with the mean and coefficient of variation of ``[agent.fake]``; an answer that does not
-fit within ``max_new_tokens`` is cut off.
+A completion is a chain of thoughts, then an answer spelled out, then the end (``fake_policy`` says
+what a policy thinks and answers). Lengths are log-normal with the mean and coefficient of variation
+of ``[agent.fake]``; an answer that does not fit within ``max_new_tokens`` is cut off.
 """
 
 import asyncio
 import math
-import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
-
 from edge_agent.config import FakeEngineTable
 from edge_agent.engine import Completion, EngineStats, GenerationRequest
+from edge_agent.engines.fake_policy import CHARACTERS, END, FakePolicy, decode_text, solve
 from edge_agent.engines.sampling import uniform_numbers
-from transport.errors import GenerationFailed, ModelError, WeightApplyFailed
+from transport.errors import GenerationFailed, WeightApplyFailed
 from transport.runtime.clock import Clock, SystemClock
-from transport.weights.folder import read_model_folder
 from transport.weights.tensors import TensorBytes
-
-CHARACTERS = 1 << 16
-END = CHARACTERS
-MODEL_TYPE = "farflow-numpy"
-
-_VOCABULARY = 64
-_MAX_VOCABULARY = 2048  # the table of a model is vocabulary by vocabulary
-_MAX_TEMPERATURES = 8
-_NAMES = ("bias", "embed.weight", "output.weight")
-_SUM = re.compile(r"-?\d+(?:\s*[-+]\s*\d+)+")
-_TERM = re.compile(r"([-+]?)\s*(\d+)")
-_MAX_DIGITS = 100
-
-Floats = NDArray[np.float64]
 
 
 class ServiceTimes:
@@ -78,98 +50,12 @@ class ServiceTimes:
         )
 
 
-def solve(prompt: str) -> str:
-    """The value of the last sum or difference of integers in ``prompt``; "" without one."""
-    sums = _SUM.findall(prompt)
-    if not sums or len(sums[-1]) > _MAX_DIGITS:
-        return ""
-    terms = _TERM.findall(sums[-1])
-    return str(sum(-int(digits) if sign == "-" else int(digits) for sign, digits in terms))
-
-
-class _Config(msgspec.Struct, frozen=True, kw_only=True):
-    model_type: str = ""
-    vocab_size: int = _VOCABULARY
-
-
-class _Policy:
-    """Weights of one policy and the thoughts that follow from them."""
-
-    def __init__(self, folder: Path, version: int) -> None:
-        self.version = version
-        self.tensors = {name: _owned(t) for name, t in read_model_folder(folder).items()}
-        config = _read_config(folder)
-        self.vocabulary, self._learns = _VOCABULARY, config.model_type == MODEL_TYPE
-        if self._learns:
-            self.vocabulary = config.vocab_size
-            if not 2 <= self.vocabulary <= _MAX_VOCABULARY:
-                raise ModelError(
-                    f"{folder / 'config.json'}: vocab_size {self.vocabulary}; the fake engine "
-                    f"takes 2 to {_MAX_VOCABULARY}"
-                )
-        try:
-            self._logits = self._table(self.tensors)
-        except ValueError as error:
-            raise ModelError(f"{folder}: {error}") from error
-        self._by_temperature: dict[float, tuple[Floats, Floats]] = {}
-
-    def swap(self, version: int, tensors: Mapping[str, TensorBytes]) -> None:
-        """Replace whole tensors; raises ValueError and changes nothing when they do not fit."""
-        for name, tensor in tensors.items():
-            old = self.tensors.get(name)
-            if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
-                held = "nothing" if old is None else f"{old.dtype}{list(old.shape)}"
-                raise ValueError(
-                    f"tensor {name!r} is {tensor.dtype}{list(tensor.shape)}, held is {held}"
-                )
-        merged = {**self.tensors, **{name: _owned(t) for name, t in tensors.items()}}
-        self._logits = self._table(merged)
-        self._by_temperature = {}
-        self.tensors, self.version = merged, version
-
-    def think(self, before: int, temperature: float, uniform: float) -> tuple[int, float]:
-        """The thought after token ``before`` and its log-probability."""
-        row = before % self.vocabulary
-        log_probabilities, cumulative = self._distribution(temperature)
-        if temperature == 0:
-            token = int(np.argmax(log_probabilities[row]))
-        else:
-            token = int(np.searchsorted(cumulative[row], uniform * cumulative[row, -1], "right"))
-            token = min(token, self.vocabulary - 1)
-        return token, float(log_probabilities[row, token])
-
-    def _table(self, tensors: Mapping[str, TensorBytes]) -> Floats:
-        if not self._learns:
-            return np.zeros((self.vocabulary, self.vocabulary))
-        missing = [name for name in _NAMES if name not in tensors]
-        if missing:
-            raise ValueError(f"a {MODEL_TYPE} model has a tensor {missing[0]!r}")
-        bias, embed, output = (_values(name, tensors[name]) for name in _NAMES)
-        logits = embed @ output.T + bias
-        if logits.shape != (self.vocabulary, self.vocabulary) or not np.isfinite(logits).all():
-            raise ValueError(f"logits are not finite [{self.vocabulary}, {self.vocabulary}]")
-        return logits
-
-    def _distribution(self, temperature: float) -> tuple[Floats, Floats]:
-        found = self._by_temperature.get(temperature)
-        if found is None:
-            # Greedy reports log-probabilities at temperature 1.
-            logits = self._logits / (temperature or 1.0)
-            logits = logits - logits.max(axis=1, keepdims=True)
-            logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
-            found = (logits, np.exp(logits).cumsum(axis=1))
-            if len(self._by_temperature) >= _MAX_TEMPERATURES:
-                self._by_temperature.clear()
-            self._by_temperature[temperature] = found
-        return found
-
-
 class _Sequence:
     """One sibling on its way; ``draw`` brings it to a number of tokens."""
 
     def __init__(
         self,
-        policy: _Policy,
+        policy: FakePolicy,
         request: GenerationRequest,
         sibling: int,
         seed: int,
@@ -179,12 +65,12 @@ class _Sequence:
         self.policy = policy
         self._request = request
         self._limit = sampling.max_new_tokens
-        mixed = seed * 1_000_003 + sampling.seed
-        self._uniform = uniform_numbers(mixed, request.request_id, sibling, self._limit + 1)
+        mixed, name = seed * 1_000_003 + sampling.seed, request.request_id
         self._answer = solve(decode_text(request.prompt_tokens))
-        length = times.tokens(float(self._uniform[-1]), self._limit)
+        length = times.tokens(float(uniform_numbers(mixed, name, sibling, 1)[0]), self._limit)
         self._thoughts = max(1, length - len(self._answer) - 1)
         self.total = min(self._limit, self._thoughts + len(self._answer) + 1)
+        self._uniform = uniform_numbers(mixed, name, sibling, self._thoughts + 1)[1:]
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
@@ -251,7 +137,7 @@ class FakeEngine:
         self._clock = clock or SystemClock()
         self._sleep = sleep
         self._free = asyncio.Semaphore(slots)
-        self._policies: dict[str, _Policy] = {}
+        self._policies: dict[str, FakePolicy] = {}
         self._running: dict[int, _Sequence] = {}
         self._requests: set[asyncio.Task[list[Completion]]] = set()
         self._waiting = 0
@@ -297,7 +183,7 @@ class FakeEngine:
             return await task
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            if self._open or (current is not None and current.cancelling()):
+            if current is not None and current.cancelling():
                 raise
             raise GenerationFailed(f"{request.request_id}: the engine is closed") from None
         finally:
@@ -305,7 +191,7 @@ class FakeEngine:
 
     async def load_policy(self, policy: str, folder: Path, version: int) -> None:
         """See ``Engine.load_policy``."""
-        self._policies[policy] = await asyncio.to_thread(_Policy, folder, version)
+        self._policies[policy] = await asyncio.to_thread(FakePolicy, folder, version)
 
     async def apply(self, policy: str, version: int, tensors: Mapping[str, TensorBytes]) -> float:
         """See ``Engine.apply``."""
@@ -341,13 +227,13 @@ class FakeEngine:
             waiting=self._waiting,
         )
 
-    def _hosted(self, policy: str) -> _Policy:
+    def _hosted(self, policy: str) -> FakePolicy:
         try:
             return self._policies[policy]
         except KeyError:
             raise GenerationFailed(f"policy {policy!r} is not loaded in this engine") from None
 
-    async def _generate(self, policy: _Policy, request: GenerationRequest) -> list[Completion]:
+    async def _generate(self, policy: FakePolicy, request: GenerationRequest) -> list[Completion]:
         sequences = [
             _Sequence(policy, request, sibling, self._table.seed, self._times)
             for sibling in range(request.n)
@@ -381,34 +267,3 @@ class FakeEngine:
         for sequence in self._running.values():
             due = self._times.tokens_after(now - sequence.started_s)
             self._tokens_generated += sequence.draw(due)
-
-
-def decode_text(tokens: Sequence[int]) -> str:
-    """The characters among ``tokens``."""
-    highest = CHARACTERS + 0x10FFFF
-    return "".join(chr(token - CHARACTERS) for token in tokens if END < token <= highest)
-
-
-def _read_config(folder: Path) -> _Config:
-    path = folder / "config.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Config)
-    except FileNotFoundError:
-        return _Config()
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: {error}") from error
-
-
-def _owned(tensor: TensorBytes) -> TensorBytes:
-    return TensorBytes(tensor.dtype, tensor.shape, bytes(tensor.data))
-
-
-def _values(name: str, tensor: TensorBytes) -> Floats:
-    if tensor.dtype == "BF16":
-        cells = np.frombuffer(tensor.data, "<u2").astype(np.uint32)
-        flat = (cells << np.uint32(16)).view(np.float32)
-    elif tensor.dtype == "F32":
-        flat = np.frombuffer(tensor.data, "<f4")
-    else:
-        raise ValueError(f"tensor {name!r} is {tensor.dtype}; BF16 or F32 is expected")
-    return flat.astype(np.float64).reshape(tensor.shape)

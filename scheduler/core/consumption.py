@@ -163,7 +163,10 @@ def step_done(ctx: Context, policy: Policy, message: StepReport) -> None:
 
 def checkpoint(ctx: Context, policy: Policy, message: CheckpointReport) -> None:
     """State of a step is durable at the trainer: what it trained on is used up."""
-    if not _current(policy, message.version) or message.step < policy.checkpoint_step:
+    version = message.version
+    known = version > policy.floor or version == policy.checkpoint_version
+    ahead = message.step > policy.step
+    if not known or message.step < policy.checkpoint_step or (ahead and version <= policy.head):
         ctx.count("trainers.stale_checkpoint")
         return
     if message.step > policy.step:

@@ -92,8 +92,11 @@ def restart_unservable(ctx: Context, run: Run) -> None:
     for evaluation in open_evaluations(ctx, run):
         if not len(ctx.queue(evaluation.id)) or _servable(ctx, evaluation):
             continue
-        newest = {id: ctx.policies[id].tree.newest_stored for id in evaluation.pinned}
-        if any(newest[id] <= version for id, version in evaluation.pinned.items()):
+        newest = {
+            id: max(version, ctx.policies[id].tree.newest_stored)
+            for id, version in evaluation.pinned.items()
+        }
+        if newest == evaluation.pinned:
             continue
         ctx.count("evaluations.restarted")
         ctx.note(evaluation.id, "restarted", was=evaluation.pinned, now=newest)

@@ -102,6 +102,7 @@ class Trainer:
     grant: tuple[GroupRef, ...] = ()
     lineage: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     checkpoint: tuple[int, int, int] = (0, 0, 0)
+    unsaid: CheckpointReport | None = None
     reports: list[StepReport] = field(default_factory=list)
     stopping: bool = False
     final: bool = False
@@ -450,6 +451,7 @@ class World:
         )
         trainer.reports.append(report)
         self._say(name, report)
+        self._say_checkpoint(trainer)
         return True
 
     def trainer_checkpoints(self, name: str) -> bool:
@@ -457,9 +459,18 @@ class World:
         if not trainer.alive or trainer.checkpoint[0] == trainer.step:
             return False
         trainer.checkpoint = (trainer.step, trainer.head, len(trainer.lineage))
-        report = CheckpointReport(policy=trainer.policy, step=trainer.step, version=trainer.head)
-        self._say(name, report)
+        trainer.unsaid = CheckpointReport(
+            policy=trainer.policy, step=trainer.step, version=trainer.head
+        )
+        if trainer.step % 2:
+            self._say_checkpoint(trainer)
         return True
+
+    def _say_checkpoint(self, trainer: Trainer) -> None:
+        """Some checkpoints are reported only after the next step."""
+        if trainer.unsaid is not None:
+            self._say(trainer.name, trainer.unsaid)
+            trainer.unsaid = None
 
     def trainer_crashes(self, name: str) -> None:
         """It is back at once, at its checkpoint."""
@@ -469,6 +480,7 @@ class World:
         trainer.step, trainer.head, length = trainer.checkpoint
         del trainer.lineage[length:]
         trainer.grant = ()
+        trainer.unsaid = None
         trainer.reports = []
 
     def trainer_refuses(self, name: str, at: int) -> bool:

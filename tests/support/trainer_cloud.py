@@ -12,6 +12,7 @@ from trainer_world import Scheduler
 
 from cloud_trainer.config import TrainerConfig, TrainerTable
 from cloud_trainer.daemon import run_daemon
+from cloud_trainer.factory import MakeTrainer, make_trainer
 from cloud_trainer.numpy_trainer import make_numpy_model
 from scheduler.weight_versions import WeightVersions
 from transport.chunks import ChunkFetcher
@@ -123,6 +124,7 @@ class TrainerCloud:
         self.reject: VersionRejected | None = None
         self.changed = asyncio.Event()
         self._fetch: tuple[SignedManifest, VersionManifest, ChunkFetcher] | None = None
+        self._route = b""
         self._hubs: dict[Plane, Hub] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._clock = SystemClock()
@@ -160,14 +162,29 @@ class TrainerCloud:
             trainer=TrainerTable(**values),  # type: ignore[arg-type]
         )
 
-    async def train(self, stop: asyncio.Event | None = None, **table: object) -> int:
+    async def train(
+        self,
+        stop: asyncio.Event | None = None,
+        trainers: MakeTrainer = make_trainer,
+        **table: object,
+    ) -> int:
         """One life of the trainer daemon."""
         return await run_daemon(
             self.config(**table),
             stop=stop or asyncio.Event(),
             on_ready=lambda facts: self.heard.update(["ready"]),
             network=self.network,
+            trainers=trainers,
         )
+
+    async def train_until(self, condition: Callable[["TrainerCloud"], bool]) -> None:
+        """A life of the daemon that is cut off, as by a crash, once the condition holds."""
+        life = asyncio.create_task(self.train())
+        waiting = asyncio.create_task(self.until(condition))
+        await asyncio.wait({life, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        assert waiting.done(), "the trainer ended too early"
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
 
     async def until(self, condition: Callable[["TrainerCloud"], bool]) -> None:
         """Return once the condition holds; looked at after each message."""
@@ -233,6 +250,9 @@ class TrainerCloud:
             rejection, self.reject = self.reject, None
             self._send(hub, route, rejection)
             return
+        if self._fetch is not None and route != self._route:
+            self._fetch[2].link_cut()
+        self._route = route
         if self._fetch is None or self._fetch[0] != signed:
             known = {stored.version: stored for stored in self.versions.versions(POLICY)}
             entries = () if manifest.version in known else manifest.files

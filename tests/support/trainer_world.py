@@ -67,6 +67,8 @@ class Scheduler:
     reports: dict[int, int] = field(default_factory=dict)
     checkpoint_reports: list[tuple[int, int]] = field(default_factory=list)
     finished: bool = False
+    lost_after_s: float = 12.0
+    incarnations: list[int] = field(default_factory=list)
 
     def take(self, message: Message) -> list[Message]:
         if isinstance(message, wire.Hello):
@@ -104,6 +106,7 @@ class Scheduler:
             return []
         if hello.incarnation > self.incarnation:
             self.incarnation = hello.incarnation
+            self.incarnations.append(hello.incarnation)
             for step in [s for s in self.taken if s > hello.trainer.checkpoint_step]:
                 self.buffer.extend(self.taken.pop(step))
         self._checkpoint(hello.trainer.checkpoint_step)
@@ -112,7 +115,7 @@ class Scheduler:
             wire.Welcome(
                 term=1,
                 heartbeat_s=1.0,
-                lost_after_s=12.0,
+                lost_after_s=self.lost_after_s,
                 run=self.run,
                 highest_version=self.highest_version,
                 stopping=self.stopping,

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from cloud_trainer.numpy_trainer import NumpyTrainer, make_numpy_model
 from cloud_trainer.trainer import TrainingSequence
 from edge_agent.config import FakeEngineTable
 from edge_agent.engine import Completion, GenerationRequest, SamplingParams
-from edge_agent.engines.fake import END, FakeEngine, ServiceTimes, solve
+from edge_agent.engines.fake import FakeEngine, ServiceTimes
+from edge_agent.engines.fake_policy import END, solve
 from transport.errors import GenerationFailed, ModelError, WeightApplyFailed
 from transport.runtime.clock import ManualClock
 from transport.weights.folder import read_model_folder
@@ -243,8 +243,7 @@ async def test_the_numpy_trainer_learns_from_it(model: Path) -> None:
         completions = await task
         shares.append(right_share(completions, engine, "7"))
         trainer.step([training_group(completions, prompt, engine)])
-        state: Mapping[str, TensorBytes] = trainer.published_state()
-        await engine.apply(POLICY, step + 1, state)
+        await engine.apply(POLICY, step + 1, trainer.published_state())
     assert np.mean(shares[:3]) < 0.7
     assert np.mean(shares[-3:]) > 0.9
 

@@ -21,7 +21,11 @@ def two_digit_sums(seed: int = 7) -> ReasoningGymSource:
 
 def jsonl(path, lines, one_in: int = 5, seed: int = 3) -> JsonlSource:
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return open_source(TaskSpec(source="jsonl", path=str(path), held_out_one_in=one_in), seed)
+    return open_source(jsonl_task(path, one_in), seed)
+
+
+def jsonl_task(path, one_in: int = 5) -> TaskSpec:
+    return TaskSpec(source="jsonl", path=str(path), reward="exact", held_out_one_in=one_in)
 
 
 def numbered(count: int) -> list[str]:
@@ -142,7 +146,9 @@ def test_an_empty_missing_or_one_sided_file_is_refused(tmp_path):
     with pytest.raises(TaskError, match="has no lines"):
         jsonl(tmp_path / "empty.jsonl", [])
     with pytest.raises(TaskError, match=r"gone\.jsonl: No such file .*; check the path"):
-        open_source(TaskSpec(source="jsonl", path=str(tmp_path / "gone.jsonl")), 1)
+        open_source(jsonl_task(tmp_path / "gone.jsonl"), 1)
+    with pytest.raises(TaskError, match=r"task\.reward: 'verifier' belongs to reasoning-gym"):
+        open_source(TaskSpec(source="jsonl", path="x", reward="verifier"), 1)
     lines = [line for line in numbered(9) if not is_held_out(json.loads(line)["prompt"], 5)]
     source = jsonl(tmp_path / "one-sided.jsonl", lines)
     with pytest.raises(TaskError, match=r"no line is held out; add lines"):

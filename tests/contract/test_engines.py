@@ -1,0 +1,238 @@
+"""What every engine does alike: the fake one here, the torch one among the slow tests."""
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from cloud_trainer.numpy_trainer import make_numpy_model
+from edge_agent.config import FakeEngineTable
+from edge_agent.engine import Completion, Engine, GenerationRequest, SamplingParams
+from edge_agent.engines.fake import FakeEngine
+from transport.errors import GenerationFailed, ModelError, WeightApplyFailed
+from transport.weights.folder import read_model_folder
+from transport.weights.tensors import TensorBytes
+
+A, B = "run/a", "run/b"
+SLOTS = 4
+names = itertools.count()
+
+
+class Case:
+    """An engine with policy A loaded from ``folder`` as version 3."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine = engine
+        self.folder = folder
+
+    def request(
+        self, n: int = 2, policy: str = A, name: str = "", **changes: Any
+    ) -> GenerationRequest:
+        values: dict[str, Any] = {"max_new_tokens": 12, "seed": 5}
+        return GenerationRequest(
+            request_id=name or f"request {next(names)}",
+            policy=policy,
+            prompt_tokens=self.engine.encode(A, "3 + 4 ="),
+            n=n,
+            sampling=SamplingParams(**{**values, **changes}),
+        )
+
+    def weights(self, policy: str = A) -> dict[str, TensorBytes]:
+        return dict(self.engine.read_weights(policy))
+
+    def changed(self) -> dict[str, TensorBytes]:
+        """One tensor with its bits rotated by one item: other values, all finite."""
+        name, tensor = next(iter(self.weights().items()))
+        data = bytes(tensor.data)
+        return {name: TensorBytes(tensor.dtype, tensor.shape, data[2:] + data[:2])}
+
+
+def fake_case(folder: Path) -> Case:
+    """Sequences as long as they may be, at a rate that leaves time to interrupt long ones."""
+    settings = FakeEngineTable(tokens_per_s=4000.0, first_token_s=0.0, mean_tokens=1e4)
+    return Case(FakeEngine(SLOTS, settings), make_numpy_model(folder, seed=1))
+
+
+def torch_case(folder: Path) -> Case:
+    from torch_models import random_qwen3
+
+    from edge_agent.engines.torch_engine import TorchEngine
+
+    return Case(TorchEngine(SLOTS), random_qwen3(folder))
+
+
+@pytest_asyncio.fixture(
+    params=["fake", pytest.param("torch", marks=[pytest.mark.slow, pytest.mark.timeout(120)])]
+)
+async def case(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Case]:
+    made = (fake_case if request.param == "fake" else torch_case)(tmp_path / "model")
+    await made.engine.start()
+    assert made.engine.version(A) is None
+    await made.engine.load_policy(A, made.folder, 3)
+    yield made
+    await made.engine.close()
+
+
+async def until_tokens(engine: Engine, count: int) -> None:
+    """Wait until the engine has generated so many more tokens."""
+    goal = engine.stats().tokens_generated + count
+    while engine.stats().tokens_generated < goal:  # noqa: ASYNC110 - engines tell no event
+        await asyncio.sleep(0.002)
+
+
+async def until_idle(engine: Engine) -> None:
+    while engine.stats().running or engine.stats().waiting:  # noqa: ASYNC110 - likewise
+        await asyncio.sleep(0.002)
+
+
+def check_shape(completion: Completion, most: int) -> None:
+    count = len(completion.tokens)
+    assert 1 <= count <= most
+    assert len(completion.logprobs) == len(completion.versions) == count
+    assert all(math.isfinite(logprob) and logprob <= 1e-6 for logprob in completion.logprobs)
+    assert completion.finish_reason in {"stop", "length"}
+    assert completion.finish_reason == "stop" or count == most
+
+
+@pytest.mark.asyncio
+async def test_completions_are_whole_and_of_the_loaded_version(case: Case) -> None:
+    completions = await case.engine.generate(case.request(n=3))
+    assert len(completions) == 3
+    for completion in completions:
+        check_shape(completion, 12)
+        assert set(completion.versions) == {3}
+        assert isinstance(case.engine.decode(A, completion.tokens), str)
+    assert case.engine.version(A) == 3
+
+
+@pytest.mark.asyncio
+async def test_a_request_is_repeatable_and_its_seed_matters(case: Case) -> None:
+    first = await case.engine.generate(case.request(name="same"))
+    again = await case.engine.generate(case.request(name="same"))
+    other = await case.engine.generate(case.request(name="same", seed=6))
+    assert [c.tokens for c in first] == [c.tokens for c in again]
+    assert [c.tokens for c in first] != [c.tokens for c in other]
+    assert first[0].tokens != first[1].tokens
+
+
+@pytest.mark.asyncio
+async def test_greedy_takes_the_same_way_in_any_company(case: Case) -> None:
+    alone = await case.engine.generate(case.request(n=1, name="greedy", temperature=0.0))
+    company = [case.engine.generate(case.request()) for _ in range(2)]
+    again, *_ = await asyncio.gather(
+        case.engine.generate(case.request(n=1, name="greedy", temperature=0.0)), *company
+    )
+    assert again[0].tokens == alone[0].tokens
+
+
+@pytest.mark.asyncio
+async def test_more_sequences_than_slots_run_in_waves(case: Case) -> None:
+    results = await asyncio.gather(*(case.engine.generate(case.request(n=5)) for _ in range(3)))
+    assert [len(result) for result in results] == [5, 5, 5]
+    await until_idle(case.engine)
+    stats = case.engine.stats()
+    assert stats.tokens_generated == sum(len(c.tokens) for result in results for c in result)
+    assert stats.busy_s > 0
+
+
+@pytest.mark.asyncio
+async def test_weights_come_back_exactly_as_they_came_in(case: Case) -> None:
+    assert case.weights() == dict(sorted(read_model_folder(case.folder).items()))
+    change = case.changed()
+    pause_s = await case.engine.apply(A, 4, change)
+    assert pause_s >= 0
+    assert case.engine.version(A) == 4
+    assert case.weights() == {**read_model_folder(case.folder), **change}
+    await case.engine.apply(A, 4, change)
+    assert case.weights() == {**read_model_folder(case.folder), **change}
+    (completion,) = await case.engine.generate(case.request(n=1))
+    assert set(completion.versions) == {4}
+
+
+@pytest.mark.parametrize("fault", ["name", "shape", "dtype"])
+@pytest.mark.asyncio
+async def test_tensors_that_do_not_fit_change_nothing(case: Case, fault: str) -> None:
+    before = case.weights()
+    name, tensor = next(iter(case.changed().items()))
+    wrong = {
+        "name": {"no.such.weight": tensor},
+        "shape": {name: TensorBytes(tensor.dtype, (len(tensor.data) // 2, 1), tensor.data)},
+        "dtype": {name: TensorBytes("I16", tensor.shape, tensor.data)},
+    }[fault]
+    with pytest.raises(WeightApplyFailed):
+        await case.engine.apply(A, 4, {**wrong})
+    assert case.engine.version(A) == 3
+    assert case.weights() == before
+
+
+@pytest.mark.asyncio
+async def test_what_is_not_loaded_is_refused_by_name(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(GenerationFailed, match=B):
+        await case.engine.generate(case.request(policy=B))
+    with pytest.raises(WeightApplyFailed, match=B):
+        await case.engine.apply(B, 1, {})
+    assert case.engine.version(B) is None
+    with pytest.raises(ModelError, match="nowhere"):
+        await case.engine.load_policy(B, tmp_path / "nowhere", 0)
+    assert case.engine.version(B) is None
+
+
+@pytest.mark.asyncio
+async def test_two_policies_live_side_by_side(case: Case) -> None:
+    await case.engine.load_policy(B, case.folder, 0)
+    await case.engine.apply(A, 9, case.changed())
+    ours, theirs = await asyncio.gather(
+        case.engine.generate(case.request(policy=A)), case.engine.generate(case.request(policy=B))
+    )
+    assert {v for c in ours for v in c.versions} == {9}
+    assert {v for c in theirs for v in c.versions} == {0}
+    assert case.weights(B) == read_model_folder(case.folder)
+
+
+@pytest.mark.asyncio
+async def test_a_policy_loaded_anew_starts_over(case: Case) -> None:
+    await case.engine.apply(A, 4, case.changed())
+    await case.engine.load_policy(A, case.folder, 7)
+    assert case.engine.version(A) == 7
+    assert case.weights() == read_model_folder(case.folder)
+
+
+@pytest.mark.asyncio
+async def test_sequences_in_flight_go_on_through_a_swap(case: Case) -> None:
+    task = asyncio.create_task(case.engine.generate(case.request(n=4, max_new_tokens=200)))
+    await until_tokens(case.engine, 8)
+    await case.engine.apply(A, 4, case.changed())
+    completions = await task
+    assert {version for c in completions for version in c.versions} == {3, 4}
+    for completion in completions:
+        check_shape(completion, 200)
+        assert list(completion.versions) == sorted(completion.versions)
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_request_leaves_and_others_go_on(case: Case) -> None:
+    gone = asyncio.create_task(case.engine.generate(case.request(n=6, max_new_tokens=400)))
+    stays = asyncio.create_task(case.engine.generate(case.request(n=1, max_new_tokens=50)))
+    await until_tokens(case.engine, 4)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert len(await stays) == 1
+    await until_idle(case.engine)
+
+
+@pytest.mark.asyncio
+async def test_closing_fails_what_is_in_flight_and_refuses_more(case: Case) -> None:
+    task = asyncio.create_task(case.engine.generate(case.request(n=6, max_new_tokens=400)))
+    await until_tokens(case.engine, 4)
+    await case.engine.close()
+    with pytest.raises(GenerationFailed):
+        await task
+    with pytest.raises(GenerationFailed):
+        await case.engine.generate(case.request())
+    await case.engine.close()
