@@ -48,10 +48,6 @@ class StateOrder(Order, frozen=True, kw_only=True):
     pass
 
 
-class ExportOrder(Order, frozen=True, kw_only=True):
-    folder: str
-
-
 class CloseOrder(Order, frozen=True, kw_only=True):
     pass
 
@@ -114,8 +110,6 @@ def follow(ranks: Ranks, trainer: Trainer) -> None:
                 trainer.published_state()
             case StateOrder():
                 trainer.state_dict()
-            case ExportOrder(folder=folder):
-                trainer.export(Path(folder))
             case _:
                 return
 
@@ -157,7 +151,8 @@ class LeadTrainer:
         self._trainer.load_state_dict(arrays, meta)
 
     def export(self, folder: Path) -> None:
-        self._ranks.send(ExportOrder(folder=str(folder)))
+        # Files are rank 0's; the others take part in gathering what goes into them.
+        self._ranks.send(PublishOrder())
         self._trainer.export(folder)
 
     def close(self) -> None:

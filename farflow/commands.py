@@ -314,7 +314,7 @@ def _with_operator(
 
     config = load_config(SchedulerConfig, files, overrides).value
     path = key or Path(config.transport.keys) / "operator.toml"
-    if config.transport.curve and not path.is_file():
+    if not path.is_file():
         raise ConfigError(
             f"operator key {path}: no such file; name it with --key, or the folder "
             "with --set transport.keys=FOLDER"

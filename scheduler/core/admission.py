@@ -13,7 +13,7 @@ their share back by themselves). The second term stops a group that no step is l
 
 Policies that learn from the same groups would drift apart if each took groups of its own whenever
 it had room first, and every group would serve one of them. So a policy with room waits for a full
-one of about its own pace, but never longer than that one's usual step: a slower, stuck or dead
+one of about its own pace, but never longer than two of its usual steps: a slower, stuck or dead
 trainer costs the others nothing but its own copies.
 
 Example: L = 1, B = 4, S = 10, step 9 running (s = 8, r = 4): min(8, 8) - w - 4 leaves room for the
@@ -29,7 +29,7 @@ from transport.runs import PolicySpec
 
 SAME_PACE = 1.5
 """How much longer another policy's step may be for it to be waited for."""
-PATIENCE = 1.5
+PATIENCE = 2.0
 """How many of its usual steps it is waited for."""
 
 
@@ -78,14 +78,13 @@ def admissible(ctx: Context, run: Run) -> int:
 def _is_soon(ctx: Context, policy: Policy, hungry: list[Policy]) -> bool:
     """Whether a full policy's step should end any moment; sets a timer for when it did not."""
     live = ctx.policies[policy.id]
-    busy_s = live.busy_s.value
-    if not live.present or busy_s is None or not running_groups(ctx, policy):
-        return False
     paces = [ctx.policies[other.id].busy_s.value for other in hungry]
-    if any(pace is None or busy_s > SAME_PACE * pace for pace in paces):
+    known = [pace for pace in paces if pace is not None]
+    if not live.present or not running_groups(ctx, policy) or not known:
         return False
+    busy_s = min(known) if live.busy_s.value is None else live.busy_s.value
     until_s = live.granted_s + PATIENCE * busy_s
-    if ctx.now >= until_s:
+    if busy_s > SAME_PACE * min(known) or ctx.now >= until_s:
         return False
     ctx.timers.set_earlier("admit", policy.run, until_s)
     return True

@@ -370,10 +370,10 @@ def _ready_if_serving(ctx: Context, agent: Agent, live: AgentLive) -> None:
 
 def _set_state(ctx: Context, agent: Agent, live: AgentLive, state: AgentState) -> None:
     if live.state != state:
-        if live.state == "ready":
-            ctx.ready_slots -= agent.slots
-        if state == "ready":
-            ctx.ready_slots += agent.slots
+        for changed, sign in ((live.state, -1), (state, 1)):
+            if changed == "ready":
+                ctx.ready_slots += sign * agent.slots
+                ctx.ready_agents += sign
         live.state = state
         ctx.note(agent.name, state)
     ctx.refresh_open(agent, live)

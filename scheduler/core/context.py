@@ -217,6 +217,7 @@ class Context:
         self.hosted: tuple[str, ...] = ()
         self.largest_group = 1
         self.ready_slots = 0
+        self.ready_agents = 0
         self.effects: list[Effect] = []
         self.new_releases: list[str] = []
         self.releases_behind = False

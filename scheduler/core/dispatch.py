@@ -1,7 +1,9 @@
 """Placing queued jobs on agents.
 
 Order: evaluations of the start and the end, then in-between ones (at most a tenth of the slots),
-then training jobs, one at a time from the run with the fewest sequences in flight.
+then training jobs, one at a time from the run with the fewest sequences in flight, then in-between
+evaluations again with what is left. A pin keeps an agent's weights back, so an in-between
+evaluation stays on the agents that hold some of it already, at most a tenth of the fleet.
 
 What always holds: a job goes only to a ready agent with room that advertises the run's workflow
 and reward and serves verified copies of all its policies; a pinned one only where no copy is past
@@ -11,7 +13,7 @@ at the first job that nobody can take, so it costs O(placements), not O(jobs x a
 
 from scheduler.core import attempts
 from scheduler.core.accounting import account
-from scheduler.core.context import AgentLive, Context
+from scheduler.core.context import AgentLive, Context, EvaluationLive
 from scheduler.core.estimators import PRIOR_LINK_BYTES_S, PRIOR_RTT_S
 from scheduler.core.placement import Candidate, JobView, PolicyView
 from scheduler.core.state import Agent, Evaluation, Job, Run
@@ -19,7 +21,7 @@ from transport.messages import LeaseOffer, RewardSpec
 from transport.runs import TaskSpec
 
 BETWEEN_SHARE = 10
-"""In-between evaluations may hold one in so many of the ready slots."""
+"""In-between evaluations may hold one in so many of the ready slots and agents."""
 SEARCH_FACTOR = 4
 """How many agents may be looked at per candidate that a shortlist is to hold."""
 STARVED_HEARTBEATS = 2
@@ -32,12 +34,20 @@ def place(ctx: Context) -> None:
     ctx.dispatch_due = False
     if not len(ctx.open_agents):
         return
-    for urgent in (True, False):
-        for id in tuple(ctx.evaluations):
-            evaluation = ctx.tables.evaluations[id]
-            if (evaluation.kind != "between") is urgent and _placeable(ctx, evaluation.run):
-                _place_evaluation(ctx, evaluation, urgent)
+    between: list[Evaluation] = []
+    for id in ctx.evaluations:
+        evaluation = ctx.tables.evaluations[id]
+        if not len(ctx.queue(id)) or not _placeable(ctx, evaluation.run):
+            continue
+        if evaluation.kind == "between":
+            between.append(evaluation)
+        else:
+            _place_evaluation(ctx, evaluation)
+    for evaluation in between:
+        _place_evaluation(ctx, evaluation, most=max(1, ctx.ready_slots // BETWEEN_SHARE))
     _place_training(ctx)
+    for evaluation in between:
+        _place_evaluation(ctx, evaluation)
 
 
 def watch_starved(ctx: Context) -> None:
@@ -70,17 +80,26 @@ def reward_of(task: TaskSpec) -> RewardSpec:
             return RewardSpec(name="math-verify")
 
 
-def _place_evaluation(ctx: Context, evaluation: Evaluation, urgent: bool) -> None:
+def _place_evaluation(ctx: Context, evaluation: Evaluation, most: int | None = None) -> None:
+    """Place its jobs while there is room, up to ``most`` sequences in flight."""
     queue = ctx.queue(evaluation.id)
     live = ctx.evaluations[evaluation.id]
-    while len(ctx.open_agents):
+    while len(ctx.open_agents) and (most is None or live.in_flight < most):
         id = queue.first()
         if id is None or not _pins_stored(ctx, evaluation):
             return
-        if not urgent and live.in_flight * BETWEEN_SHARE >= max(1, ctx.ready_slots):
+        among = _holders(ctx, live) if evaluation.kind == "between" else None
+        if among is not None and len(among) * BETWEEN_SHARE < max(BETWEEN_SHARE, ctx.ready_agents):
+            among = None
+        if not _place(ctx, ctx.tables.jobs[id], evaluation.pinned, among):
             return
-        if not _place(ctx, ctx.tables.jobs[id], evaluation.pinned):
-            return
+
+
+def _holders(ctx: Context, live: EvaluationLive) -> list[str]:
+    """Agents that hold attempts of an evaluation."""
+    jobs = [ctx.tables.jobs[id] for id in live.jobs]
+    records = [record for job in jobs for record in job.attempts if not record.stray]
+    return list(dict.fromkeys(record.agent for record in records))
 
 
 def _place_training(ctx: Context) -> None:
@@ -104,10 +123,16 @@ def _pins_stored(ctx: Context, evaluation: Evaluation) -> bool:
     return True
 
 
-def _place(ctx: Context, job: Job, pinned: dict[str, int]) -> bool:
+def _place(ctx: Context, job: Job, pinned: dict[str, int], among: list[str] | None = None) -> bool:
+    """Offer a job to the best agent, or to the best ``among`` some."""
     run = ctx.tables.runs[job.run]
     view = _job_view(ctx, run, job)
-    candidates = _shortlist(ctx, run, job, view, pinned)
+    names = (
+        ctx.open_agents.names
+        if among is None
+        else [name for name in among if name in ctx.open_agents]
+    )
+    candidates = _shortlist(ctx, run, job, view, pinned, names)
     choice = ctx.rule.choose(view, candidates, ctx.now) if candidates else None
     if choice is None:
         if candidates:
@@ -170,11 +195,10 @@ def _job_view(ctx: Context, run: Run, job: Job) -> JobView:
 
 
 def _shortlist(
-    ctx: Context, run: Run, job: Job, view: JobView, pinned: dict[str, int]
+    ctx: Context, run: Run, job: Job, view: JobView, pinned: dict[str, int], names: list[str]
 ) -> list[Candidate]:
-    """Agents that may take the job: all of a small fleet, a run of neighbours from a random place
+    """Agents of ``names`` that may take the job: all of a small fleet, a run of neighbours from a random place
     of a large one. Agents on which the job failed only come in when there is no other."""
-    names = ctx.open_agents.names
     most = ctx.settings.shortlist
     start, seen = 0, len(names)
     if len(names) > most:

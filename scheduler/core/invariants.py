@@ -114,7 +114,9 @@ def _check_agents(ctx: Context) -> None:
         timed = ctx.timers.due("agent", name) is not None
         away = live.state in ("lost", "gone")
         _require(ctx, timed != away, name, f"{live.state} with timer {timed}")
+    ready = sum(live.state == "ready" for live in ctx.agents.values())
     _require(ctx, slots == ctx.ready_slots, "agents", f"{ctx.ready_slots} ready slots, not {slots}")
+    _require(ctx, ready == ctx.ready_agents, "agents", f"{ctx.ready_agents} ready, not {ready}")
     _require(ctx, ctx.agents.keys() == ctx.tables.agents.keys(), "agents", "rows and index differ")
 
 

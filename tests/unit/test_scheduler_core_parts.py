@@ -204,7 +204,9 @@ def test_a_queue_gives_the_lowest_index_and_forgets_what_was_taken_out():
 
 
 def test_seeds_differ_by_run_kind_and_item_and_by_nothing_else():
-    seeds = [item_seed(run, kind, n) for run in (0, 1) for kind in ("train", "eval") for n in (0, 1)]
+    seeds = [
+        item_seed(run, kind, n) for run in (0, 1) for kind in ("train", "eval") for n in (0, 1)
+    ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert item_seed(3, "train", 9) == item_seed(3, "train", 9)

@@ -17,7 +17,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the three planes listen (scheduler) or are reached (everybody else); port 0 lets the
-    scheduler choose and say so. Without CURVE only loopback addresses are allowed."""
+    scheduler choose and say so. ``keys`` is the folder of key files (``transport/keys.py``)."""
 
     host: str = "127.0.0.1"
     control_port: Port = 7700

@@ -1,0 +1,181 @@
+"""Rewards from verifiers that may hang or crash without harming the agent.
+
+What always holds: a reward is the verifier's own finite number or there is an error with a stable
+code, never a 0 in its place; a verifier runs in a process of its own (plain comparison excepted)
+which is killed when it takes longer than the time limit and started anew for the next request; at
+most ``workers`` such processes exist, started when first needed.
+"""
+
+import asyncio
+import importlib.util
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+import structlog
+
+from edge_agent.reward_worker import (
+    MAX_FRAME_BYTES,
+    SIZE_BYTES,
+    ScoreReply,
+    ScoreRequest,
+    answer,
+)
+from transport.errors import RewardError
+from transport.messages import Item, RewardSpec
+
+WORKERS = 2
+_STDERR_LINES = 20
+_MODULES = {"reasoning-gym": "reasoning_gym", "math-verify": "math_verify"}
+_WORKER = (sys.executable, "-m", "edge_agent.reward_worker")
+
+_log = structlog.get_logger()
+
+
+class RewardFailed(RewardError):
+    """The verifier could not score a response."""
+
+    code: ClassVar[str] = "reward.failed"
+
+
+class RewardTimeout(RewardError):
+    """The verifier took too long and was killed."""
+
+    code: ClassVar[str] = "reward.timeout"
+
+
+class RewardCrashed(RewardError):
+    """The verifier's process ended by itself."""
+
+    code: ClassVar[str] = "reward.crashed"
+
+
+def available_rewards() -> tuple[str, ...]:
+    """Names of the rewards whose libraries are installed here."""
+    optional = (name for name, module in _MODULES.items() if importlib.util.find_spec(module))
+    return ("exact", *optional)
+
+
+class _Worker:
+    """One verifier process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._last_words: deque[str] = deque(maxlen=_STDERR_LINES)
+        self._listening = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def start(cls, command: Sequence[str]) -> "_Worker":
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:
+            raise RewardCrashed(f"cannot start a verifier process: {error}") from error
+        _log.info("reward.worker_started", pid=process.pid)
+        return cls(process)
+
+    async def ask(self, request: bytes) -> ScoreReply:
+        """Raises RewardCrashed when the process ends or says nonsense."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise RewardCrashed("the verifier process has no pipes")
+        try:
+            stdin.write(len(request).to_bytes(SIZE_BYTES, "little") + request)
+            await stdin.drain()
+            size = int.from_bytes(await stdout.readexactly(SIZE_BYTES), "little")
+            if size > MAX_FRAME_BYTES:
+                raise RewardCrashed(f"the verifier process answers with {size} bytes")
+            return msgspec.msgpack.decode(await stdout.readexactly(size), type=ScoreReply)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            await self.kill()
+            raise RewardCrashed(
+                f"the verifier process ended with status {self._process.returncode}: "
+                f"{' | '.join(self._last_words)}"
+            ) from error
+        except msgspec.DecodeError as error:
+            raise RewardCrashed(f"the verifier process answers nonsense: {error}") from error
+
+    async def kill(self) -> None:
+        if self._process.returncode is None:
+            try:
+                self._process.kill()
+            except ProcessLookupError:
+                _log.debug("reward.worker_gone", pid=self._process.pid)
+        await self._process.wait()
+        await self._listening
+
+    async def _listen(self) -> None:
+        """Keep the last lines of standard error, so that the pipe never fills."""
+        if self._process.stderr is None:
+            return
+        pending = b""
+        while data := await self._process.stderr.read(1 << 16):
+            *lines, pending = (pending + data).split(b"\n")
+            self._last_words.extend(line.decode("utf-8", "replace")[:200] for line in lines)
+            pending = pending[-1000:]
+
+
+class RewardPool:
+    """Scores batches of responses. ``command`` starts a verifier process (tests have their own)."""
+
+    def __init__(
+        self, timeout_s: float, *, workers: int = WORKERS, command: Sequence[str] = _WORKER
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._command = tuple(command)
+        self._permits = asyncio.Semaphore(workers)
+        self._idle: list[_Worker] = []
+        self._busy: set[_Worker] = set()
+
+    async def score(self, spec: RewardSpec, pairs: Sequence[tuple[Item, str]]) -> list[float]:
+        """The reward of each (item, response), one message for all of them.
+
+        Raises:
+            RewardFailed: a response could not be scored; names verifier and item.
+            RewardTimeout: the batch took longer than the limit.
+            RewardCrashed: the verifier's process ended.
+        """
+        request = ScoreRequest(spec=spec, pairs=tuple(pairs))
+        if spec.name == "exact":
+            reply = answer(request)
+        else:
+            reply = await self._ask(msgspec.msgpack.encode(request))
+        if reply.error:
+            raise RewardFailed(reply.error)
+        if len(reply.rewards) != len(request.pairs):
+            raise RewardCrashed(f"{len(reply.rewards)} rewards for {len(request.pairs)} responses")
+        return list(reply.rewards)
+
+    async def close(self) -> None:
+        """Kill every process; what waits for one fails."""
+        for worker in (*self._idle, *self._busy):
+            await worker.kill()
+        self._idle.clear()
+
+    async def _ask(self, request: bytes) -> ScoreReply:
+        if len(request) > MAX_FRAME_BYTES:
+            raise RewardFailed(f"{len(request)} bytes to score are over {MAX_FRAME_BYTES}")
+        async with self._permits:
+            worker = self._idle.pop() if self._idle else await _Worker.start(self._command)
+            self._busy.add(worker)
+            reusable = False
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    reply = await worker.ask(request)
+                reusable = True
+                return reply
+            except TimeoutError as error:
+                raise RewardTimeout(f"scoring took longer than {self._timeout_s:g} s") from error
+            finally:
+                self._busy.discard(worker)
+                if reusable:
+                    self._idle.append(worker)
+                else:
+                    # Also when we are cancelled: its late answer would belong to nobody.
+                    await asyncio.shield(worker.kill())
