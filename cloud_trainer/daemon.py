@@ -56,7 +56,10 @@ async def run_daemon(
             f"trainer.policy: {table.policy!r} must be RUN/NAME, as in arithmetic/solver"
         )
     ranks = ranks_from(os.environ)
-    keys = load_keys(config.transport, table.policy, link=table.key, signing=table.signing_key)
+    keys = await asyncio.to_thread(
+        load_keys, config.transport, table.policy, link=table.key, signing=table.signing_key
+    )
+    build = await asyncio.to_thread(_build)
     clock = SystemClock() if clock is None else clock
     own_network = network is None
     if network is None:
@@ -82,7 +85,7 @@ async def run_daemon(
                         ranks=ranks,
                         trainers=trainers,
                         clock=clock,
-                        build=_build(),
+                        build=build,
                     )
 
                 return await _incarnations(home, clock, links, make_shell, stop)

@@ -28,7 +28,8 @@ _log = structlog.get_logger()
 
 
 class TrainerKeys(NamedTuple):
-    """Our own pair and the scheduler's public key (both None without CURVE), and what signs."""
+    """Our own pair and the scheduler's public key (both None on an open network inside one
+    process), and what signs manifests."""
 
     link: KeyPair | None
     server: str | None
@@ -49,8 +50,6 @@ def load_keys(transport: TransportConfig, policy: str, *, link: str, signing: st
             f"{signing_path}: signs for {signing_key.policy}, trainer.policy is {policy}"
         )
     signer = ManifestSigner(signing_key.secret_key)
-    if not transport.curve:
-        return TrainerKeys(None, None, signer)
     link_path = Path(link) if link else folder / f"{name}.toml"
     pair = KeyPair.load(link_path)
     if pair.policy != policy:

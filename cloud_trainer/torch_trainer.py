@@ -33,6 +33,7 @@ from transport.runtime.model_folder import (
     ModelWeights,
     load_model,
     load_tokenizer,
+    require_torch,
     vocabulary_of,
 )
 from transport.weights.folder import read_artefacts, write_model_folder
@@ -82,7 +83,7 @@ class TorchTrainer:
     """``Trainer`` over torch; ``where`` names the settings in errors.
 
     Raises:
-        ConfigError: a setting is unknown or out of range.
+        ConfigError: a setting is unknown or out of range, or torch is not installed.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class TorchTrainer:
         device: str = "cpu",
         threads: int = 1,
     ) -> None:
+        require_torch('trainer = "torch"')
         self.settings = convert(settings, TorchSettings, where)
         self.step_count = 0
         self._device = device

@@ -166,8 +166,8 @@ class TrainerCore:
             case wire.Welcome():
                 self._welcomed(message, now, effects)
             case wire.Refuse(retry_s=None, code=code):
-                over = self.phase is Phase.DONE and code == "run.finished"
-                effects.append(do.Exit(status=0 if over else 1, code=code, message=message.message))
+                status = 0 if code == "run.finished" else 1
+                effects.append(do.Exit(status=status, code=code, message=message.message))
             case wire.Refuse(code=code, retry_s=retry_s):
                 self._count(f"refused.{code}")
                 self.session.refused(retry_s or 0.0, now)
@@ -383,8 +383,6 @@ class TrainerCore:
             head_version=self.head_version,
         )
         effects.append(do.ToScheduler(message=request))
-
-    # ---- small things ----------------------------------------------------------------------
 
     def _ended(self, effects: list[Effect], now: float) -> bool:
         """Whether an effect ends this core; nothing follows it."""

@@ -10,7 +10,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     incarnation: int
     build: str
-    hello_retry_s: float = 2.0
+    hello_retry_s: float = 1.0
     request_every_s: float = 2.0
     offer_every_s: float = 2.0
     fetch_window_bytes: int = 64 * 2**20

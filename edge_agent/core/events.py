@@ -35,6 +35,13 @@ class SendFailed(Event, frozen=True, kw_only=True):
     message: Message
 
 
+class LinkRestored(Event, frozen=True, kw_only=True):
+    """A link that had been cut is up again: what was on the way may be lost, and the other end
+    may be another process."""
+
+    plane: Plane
+
+
 class GroupGenerated(Event, frozen=True, kw_only=True):
     """The attempt drew its last token; scoring and packing go on, the weights are free to move."""
 
@@ -46,6 +53,15 @@ class GroupSpooled(Event, frozen=True, kw_only=True):
     """The attempt's result is durable in the spool."""
 
     summary: GroupSummary
+
+
+class BodyLost(Event, frozen=True, kw_only=True):
+    """A spooled body cannot be read any more."""
+
+    attempt: str
+    digest: str
+    code: str
+    detail: str = ""
 
 
 class AttemptCrashed(Event, frozen=True, kw_only=True):

@@ -186,6 +186,10 @@ class Ladder:
             return []
         return self._request(now)
 
+    def link_restored(self, now: float) -> list[Effect]:
+        """The store may not know our standing request any more."""
+        return self._request(now) if self.stage is Stage.IDLE and self.hosted else []
+
     def deadline(self) -> float | None:
         return self._due_s if self.hosted else None
 

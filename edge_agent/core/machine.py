@@ -15,6 +15,7 @@ from edge_agent.core.attempts import AttemptState
 from edge_agent.core.effects import Effect, Exit, ToScheduler
 from edge_agent.core.events import (
     AttemptCrashed,
+    BodyLost,
     DrainRequested,
     Event,
     FromScheduler,
@@ -22,6 +23,7 @@ from edge_agent.core.events import (
     FromWeightStore,
     GroupGenerated,
     GroupSpooled,
+    LinkRestored,
     Measured,
     SendFailed,
     SwapFailed,
@@ -45,6 +47,7 @@ from transport.messages import (
     LeaseOffer,
     LeaseRevoke,
     Message,
+    Plane,
     Refuse,
     Role,
     TrajectoryAck,
@@ -189,6 +192,8 @@ class AgentCore:
                 self._work.generated(name, fence)
             case GroupSpooled(summary=summary):
                 return self._work.spooled(summary)
+            case BodyLost():
+                return self._work.lost(event)
             case AttemptCrashed(attempt=name, fence=fence, code=code, detail=detail):
                 return self._work.crashed(name, fence, code, detail)
             case SwapFailed(policy=policy, code=code):
@@ -197,6 +202,8 @@ class AgentCore:
                     # Nobody knows what the engine holds now: what it draws is worth nothing.
                     effects += self._work.fail_policy(policy, "weights.unverified", code)
                 return effects
+            case LinkRestored(plane=plane):
+                return self._link_restored(plane, now)
             case SendFailed():
                 self._send_failed(event, now)
             case Measured():
@@ -256,6 +263,17 @@ class AgentCore:
                 self._session.report_lost(report)
             case _:
                 pass  # repeated by itself (hello, heartbeat, request) or missed by its receiver
+
+    def _link_restored(self, plane: Plane, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if plane is Plane.CONTROL:
+            self._session.hello_required(now)
+        elif plane is Plane.TRAJECTORIES:
+            self._work.outbox.link_restored()
+        else:
+            for ladder in self._weights:
+                effects += ladder.link_restored(now)
+        return effects
 
     # ---- what follows by itself ----------------------------------------------------------------
 

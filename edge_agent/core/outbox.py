@@ -58,6 +58,12 @@ class Outbox:
         self.size_bytes -= summary.size_bytes
         self._unsend(summary)
 
+    def link_restored(self) -> None:
+        """What was under way may be lost: all of it is sent again."""
+        self._sent.clear()
+        self._unacked_bytes = 0
+        self._retry_s = None
+
     def not_sent(self, attempt: str, now: float) -> None:
         """The link refused the body; try again a little later."""
         summary = self._entries.get(attempt)
@@ -69,8 +75,7 @@ class Outbox:
         """Send what the window allows; notice that the log has gone silent."""
         effects: list[Effect] = []
         if self._sent and now >= self._progress_s + self._stall_s:
-            self._sent.clear()
-            self._unacked_bytes = 0
+            self.link_restored()
             self._stall_s = min(2 * self._stall_s, self._settings.upload_stall_max_s)
             effects.append(RemakeLink(plane=Plane.TRAJECTORIES))
         if self._retry_s is not None and now < self._retry_s:

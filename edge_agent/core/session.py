@@ -63,7 +63,9 @@ class Session:
         return [ToScheduler(message=report) for report, _ in self._reports]
 
     def hello_required(self, now: float) -> None:
-        """We are unknown: say hello now, or as soon as the last one is old enough."""
+        """We are, or may be, unknown: say hello now, or once the last one is old enough."""
+        if self.state is SessionState.REFUSED:
+            return
         repeat_s = self._settings.hello_repeat_s
         self.state = SessionState.HELLO
         self._due_s = now if self._hello_s is None else max(now, self._hello_s + repeat_s)

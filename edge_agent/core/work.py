@@ -18,6 +18,7 @@ from edge_agent.core.attempts import (
     sequences_of,
 )
 from edge_agent.core.effects import AbortAttempt, DropSpooled, Effect, RunAttempt, ToScheduler
+from edge_agent.core.events import BodyLost
 from edge_agent.core.journal import Journal
 from edge_agent.core.ladder import Stage
 from edge_agent.core.outbox import Outbox
@@ -192,6 +193,14 @@ class Work:
         self._largest_body_bytes = max(self._largest_body_bytes, summary.size_bytes)
         self._journal.note(summary.attempt, "spooled")
         return []
+
+    def lost(self, event: BodyLost) -> list[Effect]:
+        """A result is gone from the disk: the attempt fails after all."""
+        summary = self.outbox.find(event.attempt)
+        if summary is None or summary.digest != event.digest:
+            return []
+        effects = self._drop(summary, f"lost: {event.code}")
+        return [*effects, self._report(event.attempt, summary.fence, event.code, event.detail)]
 
     def crashed(self, name: str, fence: Fence, code: str, detail: str) -> list[Effect]:
         held = self.attempts.find(name, fence)

@@ -32,6 +32,7 @@ from edge_agent.engines.torch_decoding import Row, Wave
 from edge_agent.engines.torch_policy import HostedPolicy
 from transport.errors import EngineError, GenerationFailed, WeightApplyFailed
 from transport.runtime.clock import Clock, SystemClock
+from transport.runtime.model_folder import require_torch
 from transport.weights.tensors import TensorBytes
 
 if TYPE_CHECKING:
@@ -73,7 +74,11 @@ class _Close:
 
 
 class TorchEngine:
-    """``Engine`` over transformers. ``dtype`` auto: float32 on a CPU, published type elsewhere."""
+    """``Engine`` over transformers. ``dtype`` auto: float32 on a CPU, published type elsewhere.
+
+    Raises:
+        ConfigError: torch is not installed.
+    """
 
     def __init__(
         self,
@@ -84,6 +89,7 @@ class TorchEngine:
         *,
         clock: Clock | None = None,
     ) -> None:
+        require_torch('engine = "torch"')
         self.slots = slots
         self._device = device
         self._threads = threads

@@ -197,8 +197,8 @@ def _job_view(ctx: Context, run: Run, job: Job) -> JobView:
 def _shortlist(
     ctx: Context, run: Run, job: Job, view: JobView, pinned: dict[str, int], names: list[str]
 ) -> list[Candidate]:
-    """Agents of ``names`` that may take the job: all of a small fleet, a run of neighbours from a random place
-    of a large one. Agents on which the job failed only come in when there is no other."""
+    """Agents of ``names`` that may take the job: all of a small fleet, a run of neighbours from a
+    random place of a large one; those on which the job failed only when there is no other."""
     most = ctx.settings.shortlist
     start, seen = 0, len(names)
     if len(names) > most:

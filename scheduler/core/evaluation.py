@@ -26,6 +26,8 @@ from transport.status import EvaluationStatus
 MAX_OPEN_JOBS = 64
 ITEMS_PER_REQUEST = 256
 KEEP_BETWEEN = 32
+MAX_JOB_BYTES = 192 * 1024
+"""Text of one job's items, at four bytes per character: an offer is one control frame."""
 
 
 def advance(ctx: Context, run: Run) -> None:
@@ -73,8 +75,8 @@ def items_produced(ctx: Context, run: Run, start: int, items: tuple[Item, ...]) 
             evaluation.items = start
             ctx.tables.touch(evaluation)
         wanted = items[: evaluation.items - start]
-        for at in range(0, len(wanted), spec.items_per_job):
-            _make_job(ctx, run, evaluation, wanted[at : at + spec.items_per_job])
+        for part in _split(wanted, spec.items_per_job):
+            _make_job(ctx, run, evaluation, part)
         if evaluation.next_item >= ctx.evaluations[evaluation.id].asked_until:
             ctx.timers.cancel("produce", evaluation.id)
     ctx.due_runs[run.name] = None
@@ -233,6 +235,20 @@ def _make_job(ctx: Context, run: Run, evaluation: Evaluation, items: tuple[Item,
         submit(ctx, job, policy, "queued")
     ctx.queue(job.queue).add(job.id, job.index)
     ctx.dispatch_due = True
+
+
+def _split(items: tuple[Item, ...], most: int) -> list[tuple[Item, ...]]:
+    """Jobs' worth of items: few enough, and small enough to fit an offer's frame together."""
+    parts: list[list[Item]] = []
+    size_bytes = 0
+    for item in items:
+        item_bytes = 4 * (len(item.prompt) + len(item.answer) + len(item.meta))
+        if not parts or len(parts[-1]) == most or size_bytes + item_bytes > MAX_JOB_BYTES:
+            parts.append([])
+            size_bytes = 0
+        parts[-1].append(item)
+        size_bytes += item_bytes
+    return [tuple(part) for part in parts]
 
 
 def _servable(ctx: Context, evaluation: Evaluation) -> bool:

@@ -39,6 +39,7 @@ from edge_agent.core.events import (
     FromWeightStore,
     GroupGenerated,
     GroupSpooled,
+    LinkRestored,
     PlanStaged,
     SendFailed,
     StageFailed,
@@ -397,6 +398,10 @@ class AgentMachine(RuleBasedStateMachine):
     @rule()
     def discarded(self) -> None:
         self.feed(CopyDiscarded(policy=self.discarding.pop(0)))
+
+    @rule(plane=st.sampled_from(Plane))
+    def link_restored(self, plane: Plane) -> None:
+        self.feed(LinkRestored(plane=plane))
 
     # ---- time ------------------------------------------------------------------------------------
 

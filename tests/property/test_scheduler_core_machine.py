@@ -130,6 +130,10 @@ class SchedulerWorld(RuleBasedStateMachine):
     def trainer_crashes(self, at) -> None:
         self.world.trainer_crashes(self._peer("t", at))
 
+    @rule(at=PLACES)
+    def trainer_refuses_a_group(self, at) -> None:
+        self.world.trainer_refuses(self._peer("t", at), at)
+
     @rule(seconds=st.sampled_from([0.1, 2.0, 7.0, 15.0]))
     def time_passes(self, seconds) -> None:
         self.world.pass_time(seconds)

@@ -141,7 +141,7 @@ class TrainerMachine(RuleBasedStateMachine):
 
 
 TrainerMachine.TestCase.settings = settings(
-    max_examples=40,
+    max_examples=80,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

@@ -23,6 +23,7 @@ from edge_agent.core.effects import (
 )
 from edge_agent.core.events import (
     AttemptCrashed,
+    BodyLost,
     CopyDiscarded,
     CopyOpened,
     DrainRequested,
@@ -32,6 +33,7 @@ from edge_agent.core.events import (
     FromWeightStore,
     GroupGenerated,
     GroupSpooled,
+    LinkRestored,
     Measured,
     PlanStaged,
     SendFailed,
@@ -320,6 +322,22 @@ def test_unexpected_messages_are_counted_and_nothing_else() -> None:
     assert counters["weights.unknown_plan"] == 1
 
 
+def test_a_restored_link_says_again_what_may_be_lost() -> None:
+    story = Story(spooled=(summary(offer(1)), summary(offer(2)))).up(version=4)
+    story.wait(1.2)
+    effects = story.feed(LinkRestored(plane=Plane.TRAJECTORIES))
+    assert [e.summary for e in of(ToTrajectoryLog, effects)] == [
+        summary(offer(1)),
+        summary(offer(2)),
+    ]
+    (request,) = asked(story.feed(LinkRestored(plane=Plane.WEIGHTS)))
+    assert request.have_version == 4
+    (hello,) = said(Hello, story.feed(LinkRestored(plane=Plane.CONTROL)))
+    assert hello.incarnation == 3
+    story.scheduler(Refuse(code="agent.twice", message="", retry_s=60.0))
+    assert said(Hello, story.feed(LinkRestored(plane=Plane.CONTROL))) == []
+
+
 # ---- attempts ------------------------------------------------------------------------------
 
 
@@ -508,6 +526,17 @@ def test_a_refused_body_is_dropped_and_its_attempt_fails() -> None:
     other = TrajectoryAck(attempt=offer(1).attempt, digest="another digest")
     story.feed(FromTrajectoryLog(message=other))
     assert story.core.status().counters["ack.unknown"] == 1
+
+
+def test_a_body_lost_on_disk_fails_its_attempt() -> None:
+    story = Story(spooled=(summary(offer(1)),)).up()
+    digest = summary(offer(1)).digest
+    other = BodyLost(attempt=offer(1).attempt, digest="other", code="store")
+    assert story.feed(other) == []
+    lost = BodyLost(attempt=offer(1).attempt, digest=digest, code="integrity.checksum")
+    effects = story.feed(lost)
+    assert one(DropSpooled, effects).digest == digest
+    assert said(AttemptFailed, effects)[0].code == "integrity.checksum"
 
 
 # ---- weights -------------------------------------------------------------------------------

@@ -248,7 +248,7 @@ async def test_more_chunks_than_a_link_holds_arrive_one_by_one(setting: Setting)
     network = MemoryNetwork()
     hub = network.hub("tcp://127.0.0.1:0", LinkOptions.for_plane(Plane.WEIGHTS))
     transport = TransportConfig(
-        control_port=hub.port, trajectories_port=hub.port, weights_port=hub.port, curve=False
+        control_port=hub.port, trajectories_port=hub.port, weights_port=hub.port
     )
     links = PlaneLinks(network, transport, TrainerKeys(None, None, SIGNER))
     with ThreadPoolExecutor(1) as reader:

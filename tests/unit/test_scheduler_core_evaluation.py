@@ -13,7 +13,7 @@ from core_builders import (
 
 from scheduler.core.effects import ProduceItems, RecordEvaluation, RunEnded
 from scheduler.core.events import ItemsProduced
-from transport.messages import LeaseOffer, LeaseRevoke
+from transport.messages import Item, LeaseOffer, LeaseRevoke
 
 EVALUATION = {"items": 5, "items_per_job": 2, "items_between": 2}
 
@@ -110,6 +110,14 @@ def test_a_large_evaluation_is_made_bit_by_bit():
     assert scene.books(kind="eval").submitted == 128
 
 
+def test_items_with_long_texts_are_spread_over_more_jobs_so_that_offers_fit_a_frame():
+    scene = Scene()
+    scene.submitted(make_run(evaluation=EVALUATION))
+    long = tuple(Item(index=n, prompt="x" * 30_000, answer="y") for n in range(5))
+    scene.feed(ItemsProduced(RUN, "eval", 0, long))
+    assert scene.books(kind="eval").submitted == 5
+
+
 def test_an_agent_past_the_version_is_not_asked():
     scene = make_evaluated()
     scene.version_stored(1)
@@ -181,8 +189,23 @@ def test_in_between_evaluations_leave_the_slots_to_training():
     seen = []
     while offers := train(scene):
         scene.finished(offers[0], 1)
-        seen.append(sum(len(offer.items) for offer in evals(scene)))
+        if scene.books().queued:
+            seen.append(sum(len(offer.items) for offer in evals(scene)))
     assert set(seen) == {2}  # one job: at most a tenth of the slots
+
+
+def test_an_in_between_evaluation_keeps_few_agents_back():
+    scene = make_evaluated(evaluation={"every_versions": 1, "items_between": 10})
+    for name in "abc":
+        scene.joined(name, slots=8)
+    for offer in evals(scene):
+        scene.finished(offer)
+    stepped(scene, 1)
+    for name in "abc":
+        scene.serving(1, name)
+    scene.produced(scene.effects)
+    assert len(evals(scene)) > 1
+    assert len({scene.offered_to[offer.attempt] for offer in evals(scene)}) == 1
 
 
 def test_two_pins_of_one_policy_are_never_held_by_one_agent():

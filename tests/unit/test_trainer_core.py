@@ -102,9 +102,9 @@ def test_a_trainer_says_hello_with_its_last_checkpoint_until_it_is_answered() ->
     assert hello.trainer == wire.TrainerInventory(
         policy=POLICY, checkpoint_step=20, checkpoint_version=23
     )
-    assert said(feed(core, 1.9, on.Tick()), wire.Hello) == []
-    assert core.next_deadline() == 2.0
-    assert len(said(feed(core, 2.0, on.Tick()), wire.Hello)) == 1
+    assert said(feed(core, 0.9, on.Tick()), wire.Hello) == []
+    assert core.next_deadline() == 1.0
+    assert len(said(feed(core, 1.0, on.Tick()), wire.Hello)) == 1
 
 
 def test_the_first_start_publishes_the_initial_model_whole_before_it_asks_for_a_batch() -> None:
@@ -140,6 +140,12 @@ def test_a_refusal_for_good_ends_the_trainer_with_its_code() -> None:
     ]
     assert core.next_deadline() is None
     assert feed(core, 9.0, on.Tick(), welcome()) == []
+
+
+def test_a_run_that_is_over_leaves_nothing_to_do() -> None:
+    core = make_core()
+    refusal = wire.Refuse(code="run.finished", message="run run is finished: completed")
+    assert of(feed(core, 0.0, on.FromScheduler(message=refusal)), do.Exit)[0].status == 0
 
 
 def test_a_run_without_this_policy_ends_the_trainer() -> None:

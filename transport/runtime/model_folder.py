@@ -13,6 +13,7 @@ hold the published values exactly, so ``published_tensor`` gives back the bits t
 """
 
 import contextlib
+import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
-from transport.errors import ModelError
+from transport.errors import ConfigError, ModelError
 from transport.weights.folder import SINGLE_NAME, read_model_folder
 from transport.weights.manifest import INDEX_NAME
 from transport.weights.tensors import TensorBytes
@@ -89,6 +90,17 @@ class LoadedModel:
 
     model: "PreTrainedModel"
     weights: ModelWeights
+
+
+def require_torch(what: str) -> None:
+    """Say what to install before anything else fails; imports nothing.
+
+    Raises:
+        ConfigError: torch or transformers is not installed.
+    """
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"{what} needs {name}; run: pip install 'farflow[torch]'")
 
 
 def describe_folder(folder: Path) -> FolderDescription:

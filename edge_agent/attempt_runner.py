@@ -1,0 +1,205 @@
+"""Running attempts: workflow, rewards, packing, spool.
+
+What always holds: an attempt that was started reports exactly one of ``GroupSpooled`` (after
+``GroupGenerated``) or ``AttemptCrashed``, or nothing if it was aborted before its result went to
+disk; whatever a workflow or verifier raises, returns or never returns ends only its own attempt,
+within the time limit; an abort during the write lets the write finish and reports it, so that the
+file is dropped like any other.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from edge_agent.core.effects import RunAttempt
+from edge_agent.core.events import AttemptCrashed, Event, GroupGenerated, GroupSpooled
+from edge_agent.engine import Engine
+from edge_agent.rewards import RewardPool
+from edge_agent.spool import Spool
+from edge_agent.workflow import (
+    GenerationTime,
+    MalformedWorkflow,
+    Rollout,
+    Workflow,
+    WorkflowContext,
+    checked,
+    record_of,
+)
+from transport.errors import FarflowError, SizeLimitExceeded
+from transport.ids import Fence
+from transport.messages import GroupSummary, Item, LeaseOffer
+from transport.runtime.clock import Clock
+from transport.trajectory import MAX_PACKED_BYTES, TrajectoryGroup, pack, summarise
+
+_log = structlog.get_logger()
+
+Key = tuple[str, Fence]
+
+
+class WorkflowFailed(FarflowError):
+    """A workflow raised; the message has the exception."""
+
+    code = "workflow.error"
+
+
+class AttemptTimeout(FarflowError):
+    """An attempt was not done in time."""
+
+    code = "attempt.timeout"
+
+
+class AttemptRunner:
+    """All attempts of one agent; ``feed`` takes their events, on the event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rewards: RewardPool,
+        spool: Spool,
+        workflows: Mapping[str, Workflow],
+        *,
+        clock: Clock,
+        timeout_s: float,
+        feed: Callable[[Event], None],
+    ) -> None:
+        self._engine = engine
+        self._rewards = rewards
+        self._spool = spool
+        self._workflows = workflows
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._feed = feed
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._storing: set[Key] = set()
+
+    def start(self, effect: RunAttempt) -> None:
+        """Carry out ``RunAttempt``."""
+        key = (effect.offer.attempt, effect.offer.fence)
+        task = asyncio.get_running_loop().create_task(self._run(key, effect), name=key[0])
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    def abort(self, attempt: str, fence: Fence) -> None:
+        """Stop an attempt; harmless when it is over."""
+        key = (attempt, fence)
+        task = self._tasks.get(key)
+        if task is not None and key not in self._storing:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Abort everything; writes under way are finished."""
+        tasks = list(self._tasks.values())
+        for name, fence in list(self._tasks):
+            self.abort(name, fence)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, key: Key, effect: RunAttempt) -> None:
+        name, fence = key
+        generation_time = GenerationTime(self._clock)
+        try:
+            group = await self._produced(effect.offer, generation_time)
+            self._storing.add(key)
+            summary = await asyncio.to_thread(
+                self._store, group, fence, effect.queued_s, generation_time.total_s
+            )
+        except FarflowError as error:
+            _log.warning("attempt.failed", attempt=name, code=error.code, reason=str(error))
+            crash = AttemptCrashed(attempt=name, fence=fence, code=error.code, detail=str(error))
+            self._feed(crash)
+            return
+        finally:
+            self._storing.discard(key)
+        _log.debug("attempt.spooled", attempt=name, size_bytes=summary.size_bytes)
+        self._feed(GroupSpooled(summary=summary))
+
+    async def _produced(
+        self, offer: LeaseOffer, generation_time: GenerationTime
+    ) -> TrajectoryGroup:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                rollouts = await self._rolled_out(offer, generation_time)
+                self._feed(GroupGenerated(attempt=offer.attempt, fence=offer.fence))
+                rewards = await self._scored(offer, rollouts)
+        except TimeoutError as error:
+            raise AttemptTimeout(f"not done within {self._timeout_s:g} s") from error
+        return _group(offer, [rollout for _, rollout in rollouts], rewards)
+
+    async def _rolled_out(
+        self, offer: LeaseOffer, generation_time: GenerationTime
+    ) -> list[tuple[Item, Rollout]]:
+        """The workflow's rollouts of every item, in order."""
+        workflow = self._workflows[offer.workflow]
+        calls = []
+        for item in offer.items:
+            context = WorkflowContext(offer, item, self._engine, self._rewards, generation_time)
+            calls.append(workflow.function(context, item))
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    _raise_if_failed(task)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [
+            (item, rollout)
+            for item, task in zip(offer.items, tasks, strict=True)
+            for rollout in checked(task.result(), item, offer.group_size)
+        ]
+
+    async def _scored(
+        self, offer: LeaseOffer, rollouts: Sequence[tuple[Item, Rollout]]
+    ) -> list[float]:
+        """Rewards of all rollouts; those without one go to the verifier, all at once."""
+        open_pairs = [(item, r.text) for item, r in rollouts if r.reward is None]
+        scores = iter(await self._rewards.score(offer.reward, open_pairs) if open_pairs else ())
+        return [next(scores) if r.reward is None else float(r.reward) for _, r in rollouts]
+
+    def _store(
+        self, group: TrajectoryGroup, fence: Fence, queued_s: float, generating_s: float
+    ) -> GroupSummary:
+        """Blocks: compresses, hashes, writes and syncs."""
+        body = pack(group)
+        if len(body) > MAX_PACKED_BYTES:
+            raise SizeLimitExceeded(
+                f"the packed group has {len(body)} bytes, one frame holds {MAX_PACKED_BYTES}; "
+                "lower group_size or max_new_tokens"
+            )
+        summary = summarise(group, body, fence=fence, queued_s=queued_s, generating_s=generating_s)
+        self._spool.put(summary, body)
+        return summary
+
+
+def _raise_if_failed(task: "asyncio.Future[Sequence[Rollout]]") -> None:
+    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    if isinstance(error, FarflowError):
+        raise error
+    if error is not None:
+        raise WorkflowFailed(f"{type(error).__name__}: {error}") from error
+
+
+def _group(
+    offer: LeaseOffer, rollouts: Sequence[Rollout], rewards: Sequence[float]
+) -> TrajectoryGroup:
+    policies = tuple(sorted(set(offer.policies.values())))
+    index = {policy: number for number, policy in enumerate(policies)}
+    prompts: dict[tuple[int, ...], int] = {}
+    for rollout in rollouts:
+        prompts.setdefault(rollout.prompt_tokens, len(prompts))
+    try:
+        sequences = tuple(
+            record_of(rollout, reward, prompts[rollout.prompt_tokens], index)
+            for rollout, reward in zip(rollouts, rewards, strict=True)
+        )
+    except (TypeError, ValueError) as error:
+        raise MalformedWorkflow(f"returned a rollout that does not add up: {error}") from error
+    return TrajectoryGroup(
+        job=offer.job,
+        attempt=offer.attempt,
+        policies=policies,
+        prompts=tuple(prompts),
+        sequences=sequences,
+    )

@@ -1,0 +1,413 @@
+"""Workflows: what they see, what they may return, and what happens when they misbehave."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloud_trainer.numpy_trainer import make_numpy_model
+from edge_agent.attempt_runner import AttemptRunner
+from edge_agent.config import FakeEngineTable
+from edge_agent.core.effects import RunAttempt
+from edge_agent.core.events import AttemptCrashed, Event, GroupGenerated, GroupSpooled
+from edge_agent.engines.fake import FakeEngine
+from edge_agent.engines.fake_policy import CHARACTERS
+from edge_agent.rewards import RewardPool
+from edge_agent.spool import Spool
+from edge_agent.workflow import (
+    Observed,
+    Rollout,
+    Workflow,
+    WorkflowContext,
+    WorkflowFunction,
+    load_workflow,
+    workflow,
+)
+from transport.errors import ConfigError, GenerationFailed
+from transport.messages import Item, LeaseOffer, RewardSpec
+from transport.runtime.clock import SystemClock
+from transport.trajectory import TrajectoryGroup, unpack
+
+SOLVER, JUDGE = "run/solver", "run/judge"
+Run = Callable[..., Awaitable[list[Event]]]
+
+
+def offer(**changes: Any) -> LeaseOffer:
+    values: dict[str, Any] = {
+        "attempt": "run/t-000001#1",
+        "fence": (1, 1),
+        "job": "run/t-000001",
+        "kind": "train",
+        "items": (Item(index=4, prompt="3 + 4 =", answer="7"),),
+        "group_size": 6,
+        "workflow": "w",
+        "settings": {"turns": 2},
+        "policies": {"solver": SOLVER},
+        "reward": RewardSpec(name="exact"),
+        "max_new_tokens": 10,
+        "temperature": 1.0,
+        "seed": 11,
+        "lease_s": 10.0,
+    }
+    return LeaseOffer(**{**values, **changes})
+
+
+class Bench:
+    """A fake engine, a spool and a runner for one workflow at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = FakeEngine(64, FakeEngineTable(tokens_per_s=1e5, first_token_s=0.0))
+        self.spool = Spool(folder / "spool", 2**20)
+        self.model = make_numpy_model(folder / "model")
+        self.events: list[Event] = []
+        self.changed = asyncio.Event()
+
+    def runner(self, function: WorkflowFunction, timeout_s: float = 5.0) -> AttemptRunner:
+        return AttemptRunner(
+            self.engine,
+            RewardPool(1.0),
+            self.spool,
+            {"w": Workflow("w", "", function)},
+            clock=SystemClock(),
+            timeout_s=timeout_s,
+            feed=self.feed,
+        )
+
+    def feed(self, event: Event) -> None:
+        self.events.append(event)
+        self.changed.set()
+
+    async def start(self) -> None:
+        await self.engine.start()
+        for policy in (SOLVER, JUDGE):
+            await self.engine.load_policy(policy, self.model, 3)
+
+    async def run(
+        self, function: WorkflowFunction, timeout_s: float = 5.0, **changes: Any
+    ) -> list[Event]:
+        """The events of one attempt, to its end."""
+        await self.start()
+        runner = self.runner(function, timeout_s)
+        runner.start(RunAttempt(offer=offer(**changes), queued_s=0.5))
+        while not any(isinstance(e, GroupSpooled | AttemptCrashed) for e in self.events):
+            self.changed.clear()
+            await self.changed.wait()
+        await runner.close()
+        await self.engine.close()
+        return self.events
+
+    def group(self) -> TrajectoryGroup:
+        spooled = self.events[-1]
+        assert isinstance(spooled, GroupSpooled)
+        return unpack(self.spool.read(spooled.summary.digest))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def crash(events: Sequence[Event]) -> AttemptCrashed:
+    last = events[-1]
+    assert isinstance(last, AttemptCrashed), last
+    return last
+
+
+@pytest.mark.asyncio
+async def test_single_turn_gives_a_scored_group_with_versions(bench: Bench) -> None:
+    events = await bench.run(load_workflow("single_turn").function)
+    assert [type(event) for event in events] == [GroupGenerated, GroupSpooled]
+    spooled = events[1]
+    assert isinstance(spooled, GroupSpooled)
+    group, summary = bench.group(), spooled.summary
+    assert len(group.sequences) == 6
+    assert group.prompts == (bench.engine.encode(SOLVER, "3 + 4 ="),)
+    assert group.policies == (SOLVER,)
+    for sequence in group.sequences:
+        text = bench.engine.decode(SOLVER, sequence.tokens)
+        assert sequence.reward == float(text == "7")
+        assert sequence.segments == ((len(sequence.tokens), 0, 3),)
+    assert summary.versions == {SOLVER: (3, 3)}
+    assert summary.rewards == tuple(sequence.reward for sequence in group.sequences)
+    assert (summary.fence, summary.queued_s) == ((1, 1), 0.5)
+    assert summary.generating_s > 0
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_holds_one_sequence_per_item_in_order(bench: Bench) -> None:
+    items = tuple(Item(index=n, prompt=f"{n} + 1 =", answer=str(n + 1)) for n in range(12))
+    changes = {"kind": "eval", "items": items, "group_size": 1, "temperature": 0.0}
+    await bench.run(load_workflow("single_turn").function, **changes)
+    group = bench.group()
+    assert [s.prompt for s in group.sequences] == list(range(12))
+    assert [bench.engine.decode(SOLVER, p) for p in group.prompts] == [i.prompt for i in items]
+
+
+@pytest.mark.asyncio
+async def test_the_same_offer_draws_the_same_tokens(bench: Bench, tmp_path: Path) -> None:
+    single = load_workflow("single_turn").function
+    await bench.run(single)
+    again = Bench(tmp_path / "again")
+    await again.run(single, attempt="run/t-000001#2")
+    assert [s.tokens for s in again.group().sequences] == [
+        s.tokens for s in bench.group().sequences
+    ]
+
+
+@pytest.mark.asyncio
+async def test_several_turns_policies_and_tool_output_are_told_apart(bench: Bench) -> None:
+    async def debate(context: WorkflowContext, item: Item) -> list[Rollout]:
+        rollouts = []
+        assert context.settings == {"turns": 2}
+        (first,) = await context.policy("solver").generate(item.prompt)
+        tool = Observed(tokens=(CHARACTERS + ord("!"),) * 3)
+        prompt = (*first.prompt_tokens, *first.tokens, *tool.tokens)
+        (second,) = await context.policy("judge").generate(prompt, max_new_tokens=4)
+        (reward,) = await context.score(["7"])
+        for _ in range(context.group_size):
+            parts = (first, tool, second)
+            rollouts.append(
+                Rollout(
+                    prompt_tokens=first.prompt_tokens,
+                    parts=parts,
+                    text=second.text,
+                    finish_reason="stop",
+                    reward=reward / 2,
+                )
+            )
+        return rollouts
+
+    await bench.run(debate, policies={"solver": SOLVER, "judge": JUDGE}, group_size=2)
+    group = bench.group()
+    assert group.policies == (JUDGE, SOLVER)
+    first, tool, second = group.sequences[0].segments
+    assert (first[1:], tool, second[1:]) == ((1, 3), (3, -1, 0), (0, 3))
+    assert group.sequences[0].reward == 0.5
+    assert np.all(group.sequences[0].logprobs[first[0] : first[0] + 3] == 0.0)
+
+
+async def nothing(context: WorkflowContext, item: Item) -> Any:
+    return None
+
+
+async def too_few(context: WorkflowContext, item: Item) -> list[Rollout]:
+    return [Rollout.of(one) for one in await context.policy().generate(item.prompt, n=2)]
+
+
+async def strings(context: WorkflowContext, item: Item) -> Any:
+    return ["7"] * context.group_size
+
+
+async def infinite_reward(context: WorkflowContext, item: Item) -> list[Rollout]:
+    (one,) = await context.policy().generate(item.prompt)
+    return [Rollout.of(one, reward=float("inf"))] * context.group_size
+
+
+async def nobody_spoke(context: WorkflowContext, item: Item) -> list[Rollout]:
+    rollout = Rollout(prompt_tokens=(), parts=(), text="", finish_reason="stop", reward=0.0)
+    return [rollout] * context.group_size
+
+
+async def foreign_policy(context: WorkflowContext, item: Item) -> list[Rollout]:
+    import msgspec
+
+    (one,) = await context.policy().generate(item.prompt)
+    foreign = msgspec.structs.replace(one, policy=JUDGE)
+    return [Rollout.of(foreign, reward=1.0)] * context.group_size
+
+
+async def wrong_lengths(context: WorkflowContext, item: Item) -> list[Rollout]:
+    import msgspec
+
+    (one,) = await context.policy().generate(item.prompt)
+    completion = msgspec.structs.replace(one.completion, versions=(3,))
+    broken = msgspec.structs.replace(one, completion=completion)
+    return [Rollout.of(broken, reward=1.0)] * context.group_size
+
+
+async def unknown_policy(context: WorkflowContext, item: Item) -> Any:
+    return context.policy("critic")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (nothing, "NoneType"),
+        (too_few, "2 rollouts for item 4, 6 were asked for"),
+        (strings, "a str among"),
+        (infinite_reward, "reward inf"),
+        (nobody_spoke, "no policy generated"),
+        (foreign_policy, JUDGE),
+        (wrong_lengths, "does not add up"),
+        (unknown_policy, "no policy 'critic'; the run has solver"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_malformed_results_fail_the_attempt_by_name(
+    bench: Bench, function: WorkflowFunction, words: str
+) -> None:
+    failed = crash(await bench.run(function))
+    assert failed.code == "workflow.malformed"
+    assert words in failed.detail
+    assert bench.spool.size_bytes == 0
+
+
+@pytest.mark.asyncio
+async def test_an_unnamed_policy_among_several_is_malformed(bench: Bench) -> None:
+    policies = {"solver": SOLVER, "judge": JUDGE}
+    failed = crash(await bench.run(load_workflow("single_turn").function, policies=policies))
+    assert failed.code == "workflow.malformed"
+    assert "solver, judge" in failed.detail
+
+
+@pytest.mark.asyncio
+async def test_whatever_a_workflow_raises_ends_only_its_attempt(bench: Bench) -> None:
+    async def broken(context: WorkflowContext, item: Item) -> Any:
+        if item.index == 1:
+            raise ZeroDivisionError("no way")
+        await asyncio.Event().wait()
+
+    items = tuple(Item(index=n, prompt="p", answer="a") for n in range(3))
+    failed = crash(await bench.run(broken, items=items))
+    assert (failed.code, failed.detail) == ("workflow.error", "ZeroDivisionError: no way")
+
+
+@pytest.mark.asyncio
+async def test_a_workflow_that_cancels_itself_is_an_error(bench: Bench) -> None:
+    async def gives_up(context: WorkflowContext, item: Item) -> Any:
+        raise asyncio.CancelledError
+
+    assert crash(await bench.run(gives_up)).code == "workflow.error"
+
+
+@pytest.mark.asyncio
+async def test_engine_and_reward_errors_keep_their_codes(bench: Bench) -> None:
+    async def no_engine(context: WorkflowContext, item: Item) -> Any:
+        raise GenerationFailed("out of memory")
+
+    assert crash(await bench.run(no_engine)).code == "engine.generation"
+    bench.events.clear()
+    spec = RewardSpec(name="reasoning-gym", dataset="no such data set")
+    single = load_workflow("single_turn").function
+    failed = crash(await bench.run(single, reward=spec, timeout_s=20.0))
+    assert failed.code in {"reward.failed", "reward.timeout"}
+
+
+@pytest.mark.asyncio
+async def test_a_workflow_that_never_returns_is_bounded(bench: Bench) -> None:
+    async def forever(context: WorkflowContext, item: Item) -> Any:
+        await asyncio.Event().wait()
+
+    failed = crash(await bench.run(forever, timeout_s=0.02))
+    assert (failed.code, failed.detail) == ("attempt.timeout", "not done within 0.02 s")
+
+
+@pytest.mark.asyncio
+async def test_a_group_that_fits_in_no_frame_says_what_to_lower(bench: Bench) -> None:
+    rng = np.random.default_rng(0)
+
+    async def huge(context: WorkflowContext, item: Item) -> list[Rollout]:
+        (one,) = await context.policy().generate(item.prompt)
+        noise = Observed(tokens=tuple(rng.integers(0, 2**32, 2**20).tolist()))
+        rollout = Rollout(
+            prompt_tokens=(), parts=(one, noise), text="", finish_reason="stop", reward=0.0
+        )
+        return [rollout] * context.group_size
+
+    failed = crash(await bench.run(huge, group_size=2))
+    assert failed.code == "integrity.size"
+    assert "lower group_size" in failed.detail
+
+
+@pytest.mark.asyncio
+async def test_a_full_spool_fails_the_attempt(bench: Bench, tmp_path: Path) -> None:
+    bench.spool = Spool(tmp_path / "tiny", 10)
+    assert crash(await bench.run(load_workflow("single_turn").function)).code == "store"
+
+
+@pytest.mark.asyncio
+async def test_an_aborted_attempt_reports_nothing(bench: Bench) -> None:
+    started = asyncio.Event()
+
+    async def forever(context: WorkflowContext, item: Item) -> Any:
+        started.set()
+        await asyncio.Event().wait()
+
+    await bench.start()
+    runner = bench.runner(forever)
+    runner.start(RunAttempt(offer=offer(), queued_s=0.0))
+    await started.wait()
+    runner.abort("run/t-000001#1", (9, 9))
+    runner.abort("run/t-000001#1", (1, 1))
+    await runner.close()
+    assert bench.events == []
+
+
+@pytest.mark.asyncio
+async def test_an_abort_during_the_write_lets_it_finish_and_reports_it(bench: Bench) -> None:
+    await bench.start()
+    runner = bench.runner(load_workflow("single_turn").function)
+    runner.start(RunAttempt(offer=offer(), queued_s=0.0))
+    while not bench.events:
+        bench.changed.clear()
+        await bench.changed.wait()
+    await asyncio.sleep(0)
+    await runner.close()
+    assert isinstance(bench.events[-1], GroupSpooled)
+
+
+# ---- registration ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = tmp_path / "farflow_test_workflows.py"
+    path.write_text(
+        "from edge_agent.workflow import workflow\n"
+        "@workflow('renamed')\n"
+        "async def original(context, item):\n    return []\n"
+        "async def plain(context, item):\n    return []\n"
+        "def not_async(context, item):\n    return []\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield path
+    sys.modules.pop("farflow_test_workflows", None)
+
+
+def test_references_find_registered_names_and_plain_functions(user_module: Path) -> None:
+    renamed = load_workflow("farflow_test_workflows:renamed")
+    plain = load_workflow("farflow_test_workflows:plain")
+    assert renamed.function.__name__ == "original"
+    assert plain.function.__name__ == "plain"
+    assert renamed.fingerprint == plain.fingerprint
+    assert renamed.reference == "farflow_test_workflows:renamed"
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("unheard_of", "shipped are single_turn"),
+        ("no_such_module_here:f", "PYTHONPATH"),
+        ("farflow_test_workflows:missing", "no async function 'missing'"),
+        ("farflow_test_workflows:not_async", "no async function 'not_async'"),
+    ],
+)
+def test_unknown_references_are_explained(user_module: Path, reference: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_workflow(reference)
+
+
+def test_the_fingerprint_follows_the_source(user_module: Path) -> None:
+    before = load_workflow("farflow_test_workflows:plain").fingerprint
+    user_module.write_text(user_module.read_text() + "# changed\n")
+    sys.modules.pop("farflow_test_workflows")
+    assert load_workflow("farflow_test_workflows:plain").fingerprint != before
+    assert load_workflow("single_turn").fingerprint == load_workflow("single_turn").fingerprint
+
+
+def test_the_decorator_gives_the_function_back() -> None:
+    assert workflow("x")(nothing) is nothing
