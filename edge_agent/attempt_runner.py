@@ -73,10 +73,10 @@ class AttemptRunner:
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._storing: set[Key] = set()
 
-    def start(self, effect: RunAttempt) -> None:
+    def start(self, effect: RunAttempt, tasks: asyncio.TaskGroup) -> None:
         """Carry out ``RunAttempt``."""
         key = (effect.offer.attempt, effect.offer.fence)
-        task = asyncio.get_running_loop().create_task(self._run(key, effect), name=key[0])
+        task = tasks.create_task(self._run(key, effect), name=key[0])
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 

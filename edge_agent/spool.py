@@ -67,6 +67,11 @@ class Spool:
         with self._lock:
             return sum(self._sizes.values())
 
+    def has(self, digest: str) -> bool:
+        """Whether a body is stored and was not dropped."""
+        with self._lock:
+            return digest in self._paths
+
     def put(self, summary: GroupSummary, body: bytes) -> None:
         """Store a body under its digest; storing it again is harmless.
 

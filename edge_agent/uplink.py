@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from edge_agent.core.events import BodyLost, Event, LinkRestored, SendFailed
+from edge_agent.core.events import BodyLost, Event, SendFailed
 from edge_agent.spool import Spool
 from transport.envelope import LIMITS, decode, encode, peek
 from transport.errors import FarflowError, LinkClosed, LinkError, ProtocolError
@@ -85,7 +85,7 @@ class AgentLinks:
                     self.counters["received.malformed"] += 1
                     _log.warning("link.malformed", plane=plane.value, reason=str(error))
 
-    async def watch(self, plane: Plane, feed: Callable[[Event], None]) -> None:
+    async def watch(self, plane: Plane, restored: Callable[[Plane], None]) -> None:
         """Report every return of a link after a cut, until the links are closed."""
         cut = False
         while True:
@@ -94,7 +94,7 @@ class AgentLinks:
                 await link.wait_connected()
                 _log.info("link.up", plane=plane.value)
                 if cut:
-                    feed(LinkRestored(plane=plane))
+                    restored(plane)
                 await link.wait_disconnected()
             except LinkClosed:
                 if self._links[plane] is link:
@@ -170,6 +170,8 @@ class Uploader:
         except LinkError:
             self._feed(SendFailed(plane=Plane.TRAJECTORIES, message=message))
         except FarflowError as error:
+            if not self._spool.has(summary.digest):
+                return  # dropped while it waited here
             _log.error("spool.body_lost", attempt=summary.attempt, reason=str(error))
             self._feed(
                 BodyLost(

@@ -10,6 +10,7 @@ the error's code, for the core to judge.
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -97,19 +98,19 @@ class WeightsClient:
         policy = effect.policy
         match effect:
             case OpenCopy():
-                self._chain(policy, self._open(policy), tasks)
+                self._chain(policy, partial(self._open, policy), tasks)
             case FetchPlan(ticket=ticket, plan=plan):
                 self._staged.pop(policy, None)
-                fetch = self._chain(policy, self._fetch(policy, ticket, plan), tasks)
+                fetch = self._chain(policy, partial(self._fetch, policy, ticket, plan), tasks)
                 self._fetching[policy] = fetch
             case CancelFetch():
                 fetching = self._fetching.pop(policy, None)
                 if fetching is not None:
                     fetching.cancel()
             case SwapWeights(ticket=ticket):
-                self._chain(policy, self._swap(policy, ticket), tasks)
+                self._chain(policy, partial(self._swap, policy, ticket), tasks)
             case DiscardCopy():
-                self._chain(policy, self._discard(policy), tasks)
+                self._chain(policy, partial(self._discard, policy), tasks)
 
     def arrived(self, chunk: Chunk, payload: list[bytes]) -> None:
         """A chunk came; every fetch that waits for its file gets it."""
@@ -136,18 +137,17 @@ class WeightsClient:
     # ---- order -------------------------------------------------------------------------------
 
     def _chain(
-        self, policy: str, work: Coroutine[Any, Any, None], tasks: asyncio.TaskGroup
+        self,
+        policy: str,
+        work: Callable[[], Coroutine[Any, Any, None]],
+        tasks: asyncio.TaskGroup,
     ) -> asyncio.Task[None]:
         before = self._last.get(policy)
 
         async def in_turn() -> None:
-            try:
-                if before is not None and not before.done():
-                    await asyncio.wait({before})
-            except asyncio.CancelledError:
-                work.close()
-                raise
-            await work
+            if before is not None and not before.done():
+                await asyncio.wait({before})
+            await work()
 
         task = tasks.create_task(in_turn(), name=f"weights of {policy}")
         self._last[policy] = task

@@ -93,7 +93,7 @@ class AgentCore:
         now: float = 0.0,
     ) -> None:
         self._settings = settings
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._build = build
         self._journal = Journal()
         self._session = Session(settings, now)
@@ -325,7 +325,7 @@ class AgentCore:
         settings = self._settings
         return Hello(
             role=Role.AGENT,
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             build=self._build,
             agent=AgentInventory(
                 slots=settings.slots,

@@ -169,9 +169,10 @@ def checkpoint(ctx: Context, policy: Policy, message: CheckpointReport) -> None:
     if not known or message.step < policy.checkpoint_step or (ahead and version <= policy.head):
         ctx.count("trainers.stale_checkpoint")
         return
-    if message.step > policy.step:
-        move_head(ctx, policy, message.step, message.version)
-    reach_checkpoint(ctx, policy, message.step, message.version)
+    if ahead:
+        move_head(ctx, policy, message.step, version)
+    if (message.step, version) != (policy.checkpoint_step, policy.checkpoint_version):
+        reach_checkpoint(ctx, policy, message.step, version)
     if message.final and not policy.final:
         policy.final = True
         policy.request = None

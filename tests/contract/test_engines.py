@@ -81,12 +81,12 @@ async def case(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 async def until_tokens(engine: Engine, count: int) -> None:
     """Wait until the engine has generated so many more tokens."""
     goal = engine.stats().tokens_generated + count
-    while engine.stats().tokens_generated < goal:  # noqa: ASYNC110 - engines tell no event
+    while engine.stats().tokens_generated < goal:
         await asyncio.sleep(0.002)
 
 
 async def until_idle(engine: Engine) -> None:
-    while engine.stats().running or engine.stats().waiting:  # noqa: ASYNC110 - likewise
+    while engine.stats().running or engine.stats().waiting:
         await asyncio.sleep(0.002)
 
 

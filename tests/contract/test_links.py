@@ -77,7 +77,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 async def eventually(check: Callable[[], bool]) -> None:
     """For what the operating system does in its own time."""
     async with asyncio.timeout(5):
-        while not check():  # noqa: ASYNC110 - libzmq's I/O thread and the kernel set no Event
+        while not check():
             await asyncio.sleep(0.002)
 
 

@@ -76,7 +76,7 @@ def raw_dealer(network: ZmqNetwork, key: KeyPair | None = None, server: KeyPair 
 
 async def eventually(check: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not check():  # noqa: ASYNC110 - libzmq's I/O thread and the kernel set no Event
+        while not check():
             await asyncio.sleep(0.002)
 
 

@@ -35,10 +35,21 @@ class SchedulerWorld(RuleBasedStateMachine):
         prefetch=st.integers(0, 2),
         placement=st.sampled_from(["finish-time", "finish-time", "least-outstanding"]),
         shortlist=st.sampled_from([1, 64]),
+        republish=st.booleans(),
         seed=st.integers(0, 3),
     )
     def start(
-        self, policies, lag, batch, group, evaluation, prefetch, placement, shortlist, seed
+        self,
+        policies,
+        lag,
+        batch,
+        group,
+        evaluation,
+        prefetch,
+        placement,
+        shortlist,
+        republish,
+        seed,
     ) -> None:
         spec = make_run(
             policies=policies,
@@ -50,6 +61,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         self.world = World(
             spec,
             seed=seed,
+            republish=republish,
             prefetch_groups=prefetch,
             placement=placement,
             shortlist=shortlist,

@@ -103,6 +103,7 @@ class Trainer:
     lineage: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     checkpoint: tuple[int, int, int] = (0, 0, 0)
     unsaid: CheckpointReport | None = None
+    reborn: bool = False
     reports: list[StepReport] = field(default_factory=list)
     stopping: bool = False
     final: bool = False
@@ -112,8 +113,17 @@ class Trainer:
 class World:
     """One scheduler and its surroundings; every verb is one thing that can happen."""
 
-    def __init__(self, spec: RunSpec, agents: int = 2, seed: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        agents: int = 2,
+        seed: int = 0,
+        *,
+        republish: bool = True,
+        **settings: Any,
+    ) -> None:
         self.spec = spec
+        self.republish = republish
         self.scene = Scene(seed=seed, **settings)
         self.rng = random.Random(seed)
         self.policies = [policy_id(spec.name, name) for name in sorted(spec.policies)]
@@ -481,13 +491,14 @@ class World:
         del trainer.lineage[length:]
         trainer.grant = ()
         trainer.unsaid = None
+        trainer.reborn = True
         trainer.reports = []
 
     def trainer_refuses(self, name: str, at: int) -> bool:
         """One body of the grant is of no use."""
         trainer = self.trainers[name]
-        if not trainer.alive or not trainer.grant:
-            return False
+        if not trainer.alive or not trainer.grant or not self.republish:
+            return False  # without, a rejected group may be the last one that a rollback can use
         ref = trainer.grant[at % len(trainer.grant)]
         trainer.grant = ()
         self._say(
@@ -504,6 +515,12 @@ class World:
                 trainer.welcome = True
                 trainer.highest = max(trainer.highest, highest)
                 trainer.stopping = trainer.stopping or stopping
+                if self.republish and trainer.reborn and trainer.highest > trainer.head:
+                    # Agents are on versions that were left; this leads them back.
+                    trainer.highest += 1
+                    parent, trainer.head = trainer.head, trainer.highest
+                    self._publish(trainer.policy, trainer.head, parent, trainer.step)
+                trainer.reborn = False
             case HelloRequired():
                 trainer.welcome = False
             case BatchGrant(step=step, groups=groups):

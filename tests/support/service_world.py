@@ -30,7 +30,7 @@ async def until(condition: Callable[[], bool], what: str = "condition") -> None:
     """Poll a condition; the interval bounds the test's delay, not its outcome."""
     try:
         async with asyncio.timeout(WAIT_S):
-            while not condition():  # noqa: ASYNC110 - what is watched is in another process
+            while not condition():
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"never: {what}") from None

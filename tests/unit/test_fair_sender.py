@@ -45,7 +45,7 @@ async def sending(wire: Wire):
 
 async def done(sender: FairSender[str]) -> None:
     async with asyncio.timeout(5):
-        while sender.queued:  # noqa: ASYNC110 - the sender has nothing to wait on for others
+        while sender.queued:
             await asyncio.sleep(0.001)
 
 
@@ -70,7 +70,7 @@ async def test_a_full_window_delays_one_route_alone_and_nothing_is_lost_or_sent_
             sender.ask(b"slow", f"s{number}")
             sender.ask(b"fast", f"f{number}")
         async with asyncio.timeout(5):
-            while len(wire.sent) < 4 or sender.window_full < 2:  # noqa: ASYNC110
+            while len(wire.sent) < 4 or sender.window_full < 2:
                 await asyncio.sleep(0.001)
         assert len(made) < 12  # retried less and less often, not in a loop
         wire.windows[b"slow"] = 10

@@ -165,7 +165,9 @@ def changed_weights(folder, factor=1.5):
 async def test_sequences_in_flight_go_on_with_the_new_weights_and_say_so(engine, qwen):
     await engine.load_policy("p", qwen, 3)
     running = asyncio.create_task(engine.generate(request((3, 4), n=16, max_new_tokens=400)))
-    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        while engine.stats().tokens_generated == 0:
+            await asyncio.sleep(0.001)
     pause_s = await engine.apply("p", 4, changed_weights(qwen))
     assert 0 <= pause_s < 1
     assert engine.version("p") == 4

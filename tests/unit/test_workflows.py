@@ -64,7 +64,7 @@ class Bench:
         self.spool = Spool(folder / "spool", 2**20)
         self.model = make_numpy_model(folder / "model")
         self.events: list[Event] = []
-        self.changed = asyncio.Event()
+        self.generated = asyncio.Event()
 
     def runner(self, function: WorkflowFunction, timeout_s: float = 5.0) -> AttemptRunner:
         return AttemptRunner(
@@ -79,7 +79,8 @@ class Bench:
 
     def feed(self, event: Event) -> None:
         self.events.append(event)
-        self.changed.set()
+        if isinstance(event, GroupGenerated):
+            self.generated.set()
 
     async def start(self) -> None:
         await self.engine.start()
@@ -92,11 +93,8 @@ class Bench:
         """The events of one attempt, to its end."""
         await self.start()
         runner = self.runner(function, timeout_s)
-        runner.start(RunAttempt(offer=offer(**changes), queued_s=0.5))
-        while not any(isinstance(e, GroupSpooled | AttemptCrashed) for e in self.events):
-            self.changed.clear()
-            await self.changed.wait()
-        await runner.close()
+        async with asyncio.TaskGroup() as tasks:
+            runner.start(RunAttempt(offer=offer(**changes), queued_s=0.5), tasks)
         await self.engine.close()
         return self.events
 
@@ -339,11 +337,12 @@ async def test_an_aborted_attempt_reports_nothing(bench: Bench) -> None:
 
     await bench.start()
     runner = bench.runner(forever)
-    runner.start(RunAttempt(offer=offer(), queued_s=0.0))
-    await started.wait()
-    runner.abort("run/t-000001#1", (9, 9))
-    runner.abort("run/t-000001#1", (1, 1))
-    await runner.close()
+    async with asyncio.TaskGroup() as tasks:
+        runner.start(RunAttempt(offer=offer(), queued_s=0.0), tasks)
+        await started.wait()
+        runner.abort("run/t-000001#1", (9, 9))
+        runner.abort("run/t-000001#1", (1, 1))
+        await runner.close()
     assert bench.events == []
 
 
@@ -351,12 +350,12 @@ async def test_an_aborted_attempt_reports_nothing(bench: Bench) -> None:
 async def test_an_abort_during_the_write_lets_it_finish_and_reports_it(bench: Bench) -> None:
     await bench.start()
     runner = bench.runner(load_workflow("single_turn").function)
-    runner.start(RunAttempt(offer=offer(), queued_s=0.0))
-    while not bench.events:
-        bench.changed.clear()
-        await bench.changed.wait()
-    await asyncio.sleep(0)
-    await runner.close()
+    async with asyncio.TaskGroup() as tasks:
+        runner.start(RunAttempt(offer=offer(), queued_s=0.0), tasks)
+        await bench.generated.wait()
+        while not runner._storing:
+            await asyncio.sleep(0)
+        await runner.close()
     assert isinstance(bench.events[-1], GroupSpooled)
 
 

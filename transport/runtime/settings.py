@@ -23,7 +23,6 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     control_port: Port = 7700
     trajectories_port: Port = 7701
     weights_port: Port = 7702
-    curve: bool = True
     keys: str = "keys"
     socket_heartbeat_s: PositiveSeconds = 10.0
     reconnect_max_s: PositiveSeconds = 30.0

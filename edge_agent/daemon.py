@@ -1,0 +1,100 @@
+"""The agent daemon: claims its folder, connects, and serves.
+
+Exit status: 0 asked to stop (work finished or handed back within ``drain_s``), 1 refused by the
+scheduler or failed, 78 (from the command line) wrong configuration.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from edge_agent.config import AgentConfig
+from edge_agent.engine import Engine
+from edge_agent.home import AgentHome
+from edge_agent.shell import AgentShell
+from edge_agent.uplink import AgentLinks
+from transport.errors import ConfigError
+from transport.keys import KeyPair, PublicKey, load_toml
+from transport.links import Network
+from transport.messages import Role
+from transport.runtime.clock import Clock, SystemClock
+from transport.runtime.files import lock_folder, private_dir
+from transport.runtime.settings import TransportConfig
+
+MakeEngine = Callable[[AgentConfig, Clock], Engine]
+
+
+def make_engine(config: AgentConfig, clock: Clock) -> Engine:
+    """The engine that ``[agent]`` names."""
+    table = config.agent
+    if table.engine == "fake":
+        from edge_agent.engines.fake import FakeEngine
+
+        return FakeEngine(table.slots, table.fake, clock=clock)
+    from edge_agent.engines.torch_engine import TorchEngine
+
+    return TorchEngine(table.slots, table.device, table.threads, clock=clock)
+
+
+async def run_daemon(
+    config: AgentConfig,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[dict[str, Any]], None],
+    network: Network | None = None,
+    clock: Clock | None = None,
+    engines: MakeEngine = make_engine,
+) -> int:
+    """Serve until ``stop`` is set or the scheduler refuses us; returns the exit status.
+
+    ``on_ready`` is called once everything of ours works, whether or not anybody answers yet.
+
+    Raises:
+        ConfigError: settings or keys are wrong.
+        StoreError: the folder is in use, or the disk refused.
+    """
+    key, server_key = load_keys(config.transport, config.agent.key)
+    clock = SystemClock() if clock is None else clock
+    own_network = network is None
+    if network is None:
+        from transport.zmq_links import ZmqNetwork
+
+        network = ZmqNetwork()
+    try:
+        folder = await asyncio.to_thread(private_dir, Path(config.agent.folder))
+        with lock_folder(folder):
+            home = await asyncio.to_thread(AgentHome, folder, config)
+            engine = engines(config, clock)
+            await engine.start()
+            try:
+                links = AgentLinks(network, config.transport, key=key, server_key=server_key)
+                try:
+                    shell = AgentShell(config, home, engine, links, clock)
+                    name = "" if key is None else key.name
+                    on_ready({"ready": True, "ports": {}, "agent": name})
+                    return await shell.run(stop)
+                finally:
+                    await links.close()
+            finally:
+                await engine.close()
+    finally:
+        if own_network:
+            await network.close()
+
+
+def load_keys(transport: TransportConfig, path: str) -> tuple[KeyPair | None, str | None]:
+    """Our own pair and the scheduler's public key; both None without CURVE.
+
+    Raises:
+        ConfigError: a file is missing, or is not an agent's.
+    """
+    if not transport.curve:
+        return None, None
+    if not path:
+        raise ConfigError("agent.key: name the agent's key file, as in keys/NAME.toml")
+    pair = KeyPair.load(Path(path))
+    if pair.role is not Role.AGENT:
+        raise ConfigError(f"{path}: is the key of a {pair.role.value}, agent.key needs an agent's")
+    server = load_toml(Path(transport.keys) / "server.public.toml", PublicKey)
+    return pair, server.public_key

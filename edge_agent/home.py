@@ -1,0 +1,62 @@
+"""What an agent keeps in its folder: incarnation, spool, copies of weights, believed signers.
+
+What always holds: a start never reuses an incarnation; one result per attempt is carried over, the
+one of the newest fence; what is damaged is thrown away and logged, never used.
+
+    FOLDER/incarnation      number of starts
+    FOLDER/spool/           finished groups (``edge_agent.spool``)
+    FOLDER/weights/         copies of the policies' weights (``edge_agent.weight_copy``)
+"""
+
+from pathlib import Path
+
+import structlog
+
+from edge_agent.config import AgentConfig
+from edge_agent.spool import Spool, next_incarnation
+from edge_agent.weight_copy import WeightCopies
+from transport.errors import ConfigError
+from transport.keys import SignerKey, load_signers
+from transport.messages import GroupSummary
+
+_log = structlog.get_logger()
+
+
+class AgentHome:
+    """The folder, opened. Opening blocks: every copy is verified.
+
+    Raises:
+        StoreError: the disk refused.
+    """
+
+    def __init__(self, folder: Path, config: AgentConfig) -> None:
+        self.incarnation = next_incarnation(folder)
+        self.spool = Spool(folder / "spool", config.agent.spool_bytes)
+        self.signers: dict[str, SignerKey] = {}
+        self._signers_folder = Path(config.transport.keys) / "signers"
+        self.refresh_trust()
+        self.copies = WeightCopies(folder / "weights", trusted=self.signers)
+        self.spooled = self._newest_per_attempt()
+        for reason in (*self.spool.discarded, *self.copies.warnings):
+            _log.warning("agent.discarded", reason=reason)
+        self.copies.warnings.clear()
+
+    def refresh_trust(self) -> None:
+        """Read again whose manifests are believed: a new run brings a new trainer."""
+        try:
+            found = load_signers(self._signers_folder)
+        except ConfigError as error:
+            _log.warning("signers.not_read", reason=str(error))
+            return
+        self.signers.clear()
+        self.signers.update(found)
+
+    def _newest_per_attempt(self) -> list[GroupSummary]:
+        newest: dict[str, GroupSummary] = {}
+        for summary in self.spool.entries():
+            other = newest.get(summary.attempt)
+            if other is not None:
+                self.spool.drop(min(other, summary, key=lambda one: one.fence).digest)
+            if other is None or other.fence <= summary.fence:
+                newest[summary.attempt] = summary
+        return list(newest.values())

@@ -1,0 +1,278 @@
+"""The agent core in the world: links, engine, spool, copies of weights and one timer.
+
+What always holds: nothing is decided here; the event loop waits for no disk, hash or model; effects
+are carried out in order, and an event that an effect causes at once is handled after the effects
+before it.
+"""
+
+import asyncio
+import platform
+import random
+from collections import deque
+from collections.abc import Mapping
+from importlib import metadata
+
+import structlog
+
+from edge_agent.attempt_runner import AttemptRunner
+from edge_agent.config import AgentConfig
+from edge_agent.core.effects import (
+    AbortAttempt,
+    CancelFetch,
+    DiscardCopy,
+    DropSpooled,
+    Effect,
+    Exit,
+    FetchPlan,
+    OpenCopy,
+    RemakeLink,
+    RunAttempt,
+    SwapWeights,
+    ToScheduler,
+    ToTrajectoryLog,
+    ToWeightStore,
+)
+from edge_agent.core.events import (
+    DrainRequested,
+    Event,
+    FromScheduler,
+    FromTrajectoryLog,
+    FromWeightStore,
+    LinkRestored,
+    Measured,
+    SendFailed,
+    Tick,
+)
+from edge_agent.core.machine import AgentCore
+from edge_agent.core.settings import AgentSettings
+from edge_agent.engine import Engine
+from edge_agent.home import AgentHome
+from edge_agent.rewards import RewardPool, available_rewards
+from edge_agent.uplink import AgentLinks, Uploader
+from edge_agent.weights_client import WeightsClient
+from edge_agent.workflow import SHIPPED, Workflow, load_workflow
+from transport.errors import InvariantViolation, LinkError, StoreError
+from transport.messages import Chunk, Goodbye, LeaseReply, Message, Plane, Welcome
+from transport.runtime.clock import Clock
+
+_log = structlog.get_logger()
+
+
+def core_settings(config: AgentConfig, workflows: Mapping[str, Workflow]) -> AgentSettings:
+    """The core's view of ``[agent]`` and of what this installation can do."""
+    table = config.agent
+    return AgentSettings(
+        slots=table.slots,
+        hardware=table.hardware or f"{platform.machine()} {table.device}",
+        engine=table.engine,
+        workflows={name: workflow.fingerprint for name, workflow in workflows.items()},
+        rewards=available_rewards(),
+        labels=table.labels,
+        spool_bytes=table.spool_bytes,
+        upload_window_bytes=table.upload_window_bytes,
+        attempt_timeout_s=table.attempt_timeout_s,
+        drain_s=table.drain_s,
+    )
+
+
+class AgentShell:
+    """One life of an agent, from the first hello to ``Exit``."""
+
+    def __init__(
+        self, config: AgentConfig, home: AgentHome, engine: Engine, links: AgentLinks, clock: Clock
+    ) -> None:
+        workflows = {name: load_workflow(name) for name in SHIPPED}
+        self.core = AgentCore(
+            core_settings(config, workflows),
+            incarnation=home.incarnation,
+            build=_build(),
+            rng=random.Random(),  # noqa: S311 - spreads retries
+            spooled=home.spooled,
+            now=clock.monotonic_s(),
+        )
+        self._engine = engine
+        self._links = links
+        self._clock = clock
+        self._spool = home.spool
+        self._rewards = RewardPool(config.agent.reward_timeout_s)
+        self._runner = AttemptRunner(
+            engine,
+            self._rewards,
+            home.spool,
+            workflows,
+            clock=clock,
+            timeout_s=config.agent.attempt_timeout_s,
+            feed=self.feed,
+        )
+        self._uploader = Uploader(links, home.spool, self.feed)
+        self._weights = WeightsClient(
+            engine,
+            home.copies,
+            clock=clock,
+            feed=self.feed,
+            send=lambda message: links.send(Plane.WEIGHTS, message),
+            refresh_trust=home.refresh_trust,
+            local_models=config.agent.local_models,
+            window_bytes=config.agent.download_window_bytes,
+        )
+        self._events: deque[Event] = deque()
+        self._handling = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._outcome: asyncio.Future[Exit] | None = None
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Until the core says ``Exit``; ``stop`` asks it to drain. Returns the exit status."""
+        outcome: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._outcome = outcome
+        _log.info("agent.started", incarnation=self.core.incarnation)
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            background = [
+                tasks.create_task(self._links.receive(Plane.CONTROL, self._from_scheduler)),
+                tasks.create_task(self._links.receive(Plane.TRAJECTORIES, self._from_log)),
+                tasks.create_task(self._links.receive(Plane.WEIGHTS, self._from_store)),
+                *(tasks.create_task(self._links.watch(plane, self._restored)) for plane in Plane),
+                tasks.create_task(self._uploader.run()),
+                tasks.create_task(self._drain_at(stop)),
+            ]
+            self.feed(Tick())
+            ended = await outcome
+            for task in background:
+                task.cancel()
+            await self._runner.close()
+            await self._weights.close()
+            await self._rewards.close()
+        _log.info("agent.ended", reason=ended.reason, status=ended.status)
+        return ended.status
+
+    def feed(self, event: Event) -> None:
+        """Let the core handle an event and carry out what it wants."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for effect in self.core.handle(self._events.popleft(), self._clock.monotonic_s()):
+                    self._perform(effect)
+        finally:
+            self._handling = False
+        self._set_timer()
+
+    # ---- what happens ------------------------------------------------------------------------
+
+    async def _drain_at(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        _log.info("agent.draining")
+        self.feed(DrainRequested(reason="stop requested"))
+
+    def _from_scheduler(self, message: Message, payload: list[bytes]) -> None:
+        if isinstance(message, Welcome):
+            _log.info("agent.welcome", term=message.term, policies=message.policies)
+        self.feed(FromScheduler(message=message))
+
+    def _from_log(self, message: Message, payload: list[bytes]) -> None:
+        self.feed(FromTrajectoryLog(message=message))
+
+    def _from_store(self, message: Message, payload: list[bytes]) -> None:
+        if isinstance(message, Chunk):
+            self._weights.arrived(message, payload)
+        else:
+            self.feed(FromWeightStore(message=message))
+
+    def _restored(self, plane: Plane) -> None:
+        if plane is Plane.TRAJECTORIES:
+            self._uploader.clear()
+        elif plane is Plane.WEIGHTS:
+            self._weights.link_restored()
+        self.feed(LinkRestored(plane=plane))
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        stats = self._engine.stats()
+        self.feed(
+            Measured(
+                tokens_generated=stats.tokens_generated,
+                running_sequences=stats.running,
+                waiting_sequences=stats.waiting,
+                bytes_up=self._links.bytes_up,
+                bytes_down=self._links.bytes_down,
+            )
+        )
+        self.feed(Tick())
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.core.next_deadline()
+        if deadline is not None:
+            delay_s = max(0.0, deadline - self._clock.monotonic_s())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    # ---- what is to be done ------------------------------------------------------------------
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case ToScheduler(message=message):
+                self._tell(message)
+            case ToWeightStore(message=message):
+                self._send(Plane.WEIGHTS, message)
+            case ToTrajectoryLog(summary=summary):
+                self._uploader.put(summary)
+            case RemakeLink(plane=plane):
+                if plane is Plane.TRAJECTORIES:
+                    self._uploader.clear()
+                self._links.renew(plane)
+            case RunAttempt():
+                self._runner.start(effect, self._group)
+            case AbortAttempt(attempt=attempt, fence=fence):
+                self._runner.abort(attempt, fence)
+            case DropSpooled(attempt=attempt, digest=digest):
+                self._group.create_task(self._drop(attempt, digest))
+            case OpenCopy() | FetchPlan() | CancelFetch() | SwapWeights() | DiscardCopy():
+                self._weights.perform(effect, self._group)
+            case Exit():
+                if self._outcome is not None and not self._outcome.done():
+                    self._outcome.set_result(effect)
+            case _:
+                raise InvariantViolation(f"unknown effect {type(effect).__name__}")
+
+    @property
+    def _group(self) -> asyncio.TaskGroup:
+        if self._tasks is None:
+            raise InvariantViolation("the agent does not run")
+        return self._tasks
+
+    def _tell(self, message: Message) -> None:
+        match message:
+            case LeaseReply(accepted=False):
+                _log.info("lease.declined", attempt=message.attempt, reason=message.reason)
+            case LeaseReply():
+                _log.debug("lease.accepted", attempt=message.attempt)
+            case Goodbye():
+                _log.info("agent.goodbye", reason=message.reason)
+            case _:
+                pass
+        self._send(Plane.CONTROL, message)
+
+    def _send(self, plane: Plane, message: Message) -> None:
+        try:
+            self._links.send(plane, message)
+        except LinkError as error:
+            _log.debug("link.not_sent", plane=plane.value, reason=str(error))
+            self.feed(SendFailed(plane=plane, message=message))
+
+    async def _drop(self, attempt: str, digest: str) -> None:
+        try:
+            await asyncio.to_thread(self._spool.drop, digest)
+        except StoreError as error:
+            _log.warning("spool.not_dropped", attempt=attempt, reason=str(error))
+
+
+def _build() -> str:
+    try:
+        return metadata.version("farflow")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "0"
