@@ -71,8 +71,7 @@ async def run_daemon(
                 links = AgentLinks(network, config.transport, key=key, server_key=server_key)
                 try:
                     shell = AgentShell(config, home, engine, links, clock)
-                    name = "" if key is None else key.name
-                    on_ready({"ready": True, "ports": {}, "agent": name})
+                    on_ready({"ready": True, "ports": {}, "agent": key.name})
                     return await shell.run(stop)
                 finally:
                     await links.close()
@@ -83,14 +82,12 @@ async def run_daemon(
             await network.close()
 
 
-def load_keys(transport: TransportConfig, path: str) -> tuple[KeyPair | None, str | None]:
-    """Our own pair and the scheduler's public key; both None without CURVE.
+def load_keys(transport: TransportConfig, path: str) -> tuple[KeyPair, str]:
+    """Our own pair and the scheduler's public key.
 
     Raises:
         ConfigError: a file is missing, or is not an agent's.
     """
-    if not transport.curve:
-        return None, None
     if not path:
         raise ConfigError("agent.key: name the agent's key file, as in keys/NAME.toml")
     pair = KeyPair.load(Path(path))

@@ -28,16 +28,10 @@ _log = structlog.get_logger()
 
 
 class AgentLinks:
-    """One link per plane; made inside the running loop. ``key`` and ``server_key`` are both None
-    without CURVE."""
+    """One link per plane; made inside the running loop."""
 
     def __init__(
-        self,
-        network: Network,
-        transport: TransportConfig,
-        *,
-        key: KeyPair | None,
-        server_key: str | None,
+        self, network: Network, transport: TransportConfig, *, key: KeyPair, server_key: str
     ) -> None:
         self._network = network
         self._transport = transport

@@ -273,9 +273,14 @@ class Context:
         return found
 
     def runs_changed(self) -> None:
-        """A run began or ended: work out what depends on the set of live runs."""
+        """A run began or ended: work out what depends on the set of live runs.
+
+        Idle agents go on hosting the run that ended last, so that its final weights can be
+        looked at and used; the next run takes their place.
+        """
         live = [run for run in self.tables.runs.values() if run.live]
-        names = frozenset(run.name for run in live)
+        last = max(self.tables.runs.values(), key=lambda run: (run.ended_s, run.name), default=None)
+        names = frozenset(run.name for run in live or ([last] if last is not None else []))
         policies = self.tables.policies.values()
         self.hosted = tuple(sorted(p.id for p in policies if p.run in names))
         self.largest_group = max((run.spec.workflow.group_size for run in live), default=1)

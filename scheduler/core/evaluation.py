@@ -77,8 +77,9 @@ def items_produced(ctx: Context, run: Run, start: int, items: tuple[Item, ...]) 
         wanted = items[: evaluation.items - start]
         for part in _split(wanted, spec.items_per_job):
             _make_job(ctx, run, evaluation, part)
-        if evaluation.next_item >= ctx.evaluations[evaluation.id].asked_until:
-            ctx.timers.cancel("produce", evaluation.id)
+        # The request is answered, be it in part: what is missing is asked for again at once.
+        ctx.evaluations[evaluation.id].asked_until = evaluation.next_item
+        ctx.timers.cancel("produce", evaluation.id)
     ctx.due_runs[run.name] = None
 
 

@@ -27,7 +27,9 @@ def items_produced(ctx: Context, run: Run, start: int, items: tuple[Item, ...]) 
     fresh = items[next_item - start :] if start <= next_item else ()
     room_left = max(0, live.asked_until - next_item)
     live.reserve.extend(fresh[:room_left])
-    if run.cursor + len(live.reserve) >= live.asked_until:
+    if fresh:
+        # The request is answered, be it in part: what is missing is asked for again at once.
+        live.asked_until = run.cursor + len(live.reserve)
         ctx.timers.cancel("produce", run.name)
     ctx.due_runs[run.name] = None
     return True

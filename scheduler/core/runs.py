@@ -220,7 +220,7 @@ def _finish(ctx: Context, run: Run, reason: str) -> None:
         jobs.close(ctx, ctx.tables.jobs[id], "cancelled", "run_finished")
     for found in evaluation.open_evaluations(ctx, run):
         evaluation.abandon(ctx, found, "run_finished")
-    run.state, run.reason = "finished", reason
+    run.state, run.reason, run.ended_s = "finished", reason, ctx.now
     ctx.tables.touch(run)
     policies = [ctx.tables.policies[policy_id(run.name, name)] for name in run.spec.policies]
     for policy in policies:

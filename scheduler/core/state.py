@@ -65,6 +65,7 @@ class Run(Entity):
     start_evaluated: bool = False
     end_evaluated: bool = False
     created_s: float = 0.0
+    ended_s: float = 0.0
 
     @property
     def key(self) -> str:

@@ -175,8 +175,6 @@ class Scene:
         self._requests = 0
         self.core = self._new_core()
 
-    # ---- driving ---------------------------------------------------------------------------
-
     def feed(self, event: Event) -> list[Effect]:
         """Handle one event, commit, check; returns its effects."""
         effects = self.core.handle(event, self.now)
@@ -220,8 +218,6 @@ class Scene:
             rows=rows,
             now=self.now,
         )
-
-    # ---- verbs -----------------------------------------------------------------------------
 
     def submitted(self, spec: RunSpec | None = None) -> CommandReply:
         return self.asked(RunSubmit(run=make_run() if spec is None else spec))
@@ -338,8 +334,6 @@ class Scene:
             waiting += [effect for effect in more if isinstance(effect, ProduceItems)]
             answers += more
         return answers
-
-    # ---- looking -----------------------------------------------------------------------------
 
     def live_offers(self, agent: str | None = None) -> list[LeaseOffer]:
         """Offers whose attempts are neither over nor revoked, in the order in which they were
