@@ -38,7 +38,8 @@ from edge_agent.core.events import (
     FromScheduler,
     FromTrajectoryLog,
     FromWeightStore,
-    LinkRestored,
+    LinkDown,
+    LinkUp,
     Measured,
     SendFailed,
     Tick,
@@ -132,7 +133,10 @@ class AgentShell:
                 tasks.create_task(self._links.receive(Plane.CONTROL, self._from_scheduler)),
                 tasks.create_task(self._links.receive(Plane.TRAJECTORIES, self._from_log)),
                 tasks.create_task(self._links.receive(Plane.WEIGHTS, self._from_store)),
-                *(tasks.create_task(self._links.watch(plane, self._restored)) for plane in Plane),
+                *(
+                    tasks.create_task(self._links.watch(plane, self._link_changed))
+                    for plane in Plane
+                ),
                 tasks.create_task(self._uploader.run()),
                 tasks.create_task(self._drain_at(stop)),
             ]
@@ -181,12 +185,12 @@ class AgentShell:
         else:
             self.feed(FromWeightStore(message=message))
 
-    def _restored(self, plane: Plane) -> None:
+    def _link_changed(self, plane: Plane, up: bool) -> None:
         if plane is Plane.TRAJECTORIES:
             self._uploader.clear()
-        elif plane is Plane.WEIGHTS:
-            self._weights.link_restored()
-        self.feed(LinkRestored(plane=plane))
+        elif plane is Plane.WEIGHTS and up:
+            self._weights.link_up()
+        self.feed(LinkUp(plane=plane) if up else LinkDown(plane=plane))
 
     def _on_timer(self) -> None:
         self._timer = None

@@ -2,8 +2,8 @@
 
 What always holds: only messages that the other end may say are handed on, what is malformed is
 counted and dropped; a renewed link replaces the old one at once and everything queued in the old
-one is given up; a link that comes back after a cut is reported; a body is read from the spool, in a
-thread, when its turn comes, so that nothing but the window is in memory.
+one is given up; a body is read from the spool, in a thread, when its turn comes, so that nothing
+but the window is in memory.
 """
 
 import asyncio
@@ -79,24 +79,21 @@ class AgentLinks:
                     self.counters["received.malformed"] += 1
                     _log.warning("link.malformed", plane=plane.value, reason=str(error))
 
-    async def watch(self, plane: Plane, restored: Callable[[Plane], None]) -> None:
-        """Report every return of a link after a cut, until the links are closed."""
-        cut = False
+    async def watch(self, plane: Plane, changed: Callable[[Plane, bool], None]) -> None:
+        """Report whether the link is up, at first and whenever that changes, until closed."""
         while True:
             link = self._links[plane]
             try:
+                if not link.connected:
+                    changed(plane, False)
                 await link.wait_connected()
                 _log.info("link.up", plane=plane.value)
-                if cut:
-                    restored(plane)
+                changed(plane, True)
                 await link.wait_disconnected()
+                _log.warning("link.down", plane=plane.value, reason=link.last_failure)
             except LinkClosed:
                 if self._links[plane] is link:
                     return
-                cut = False
-                continue
-            cut = True
-            _log.warning("link.down", plane=plane.value, reason=link.last_failure)
 
     def renew(self, plane: Plane) -> None:
         """Start again with a new connection."""
@@ -113,6 +110,9 @@ class AgentLinks:
     def _open(self, plane: Plane) -> Link:
         transport = self._transport
         options = LinkOptions.for_plane(plane)._replace(
+            # What is under way is bounded by our credits, in bytes; small requests must not be
+            # refused because sixteen of them are.
+            window_messages=1000,
             heartbeat_s=transport.socket_heartbeat_s,
             heartbeat_timeout_s=_HEARTBEATS_MISSED * transport.socket_heartbeat_s,
             reconnect_max_s=transport.reconnect_max_s,

@@ -119,7 +119,7 @@ class WeightsClient:
             if not inbox.full():
                 inbox.put_nowait((chunk, data))
 
-    def link_restored(self) -> None:
+    def link_up(self) -> None:
         """Chunks that were on the way are lost: ask again."""
         for inbox in self._inboxes.values():
             if not inbox.full():

@@ -35,9 +35,15 @@ class SendFailed(Event, frozen=True, kw_only=True):
     message: Message
 
 
-class LinkRestored(Event, frozen=True, kw_only=True):
-    """A link that had been cut is up again: what was on the way may be lost, and the other end
-    may be another process."""
+class LinkUp(Event, frozen=True, kw_only=True):
+    """A link's connection is up: what was on the way over the last one may be lost, and the other
+    end may be another process."""
+
+    plane: Plane
+
+
+class LinkDown(Event, frozen=True, kw_only=True):
+    """A link is not connected (any more); it tries by itself, and ``LinkUp`` follows."""
 
     plane: Plane
 

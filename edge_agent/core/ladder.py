@@ -47,13 +47,15 @@ class Stage(StrEnum):
 
 
 class Ladder:
-    """The weights of one policy on this agent; ``hosted`` false: the scheduler wants it no more."""
+    """The weights of one policy on this agent; ``hosted`` false: the scheduler wants it no more,
+    and it is released at ``linger_until_s``."""
 
     def __init__(
         self, policy: str, settings: AgentSettings, rng: "Random", tickets: Iterator[int]
     ) -> None:
         self.policy = policy
         self.hosted = True
+        self.linger_until_s: float | None = None
         self.stage = Stage.OPENING
         self.version: int | None = None
         self.digest = ""
@@ -88,6 +90,14 @@ class Ladder:
         if self.version is not None and self.version > version:
             return True
         return self.stage is Stage.SWAPPING and self.target is not None and self.target > version
+
+    def host(self, wanted: bool, now: float) -> None:
+        """Note whether the scheduler wants the policy here."""
+        if wanted:
+            self.linger_until_s = None
+        elif self.hosted:
+            self.linger_until_s = now + self._settings.linger_s
+        self.hosted = wanted
 
     def open(self) -> list[Effect]:
         self.stage = Stage.OPENING
@@ -172,6 +182,7 @@ class Ladder:
 
     def release(self) -> list[Effect]:
         """Nobody wants the policy any more: drop the copy and whatever is under way."""
+        self.linger_until_s = None
         if self.stage is Stage.DISCARDING:
             return []
         self.failures = 0
@@ -182,16 +193,22 @@ class Ladder:
 
     def advance(self, now: float) -> list[Effect]:
         """What is due: the next try after a back-off, the repeated standing request."""
-        if self._due_s is None or now < self._due_s or not self.hosted:
+        if self._due_s is None or now < self._due_s:
             return []
         return self._request(now)
 
-    def link_restored(self, now: float) -> list[Effect]:
+    def link_up(self, now: float) -> list[Effect]:
         """The store may not know our standing request any more."""
-        return self._request(now) if self.stage is Stage.IDLE and self.hosted else []
+        return self._request(now) if self.stage is Stage.IDLE else []
 
-    def deadline(self) -> float | None:
-        return self._due_s if self.hosted else None
+    def expired(self, now: float) -> bool:
+        """Whether nobody has wanted the policy for long enough."""
+        return self.linger_until_s is not None and now >= self.linger_until_s
+
+    def deadline(self, in_use: bool) -> float | None:
+        """When ``advance`` or, unless attempts still use the policy, ``expired`` has news."""
+        due = (self._due_s, None if in_use else self.linger_until_s)
+        return min((at for at in due if at is not None), default=None)
 
     def _beyond(self, version: int | None) -> bool:
         return self.upto is not None and version is not None and version > self.upto

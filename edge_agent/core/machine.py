@@ -23,7 +23,8 @@ from edge_agent.core.events import (
     FromWeightStore,
     GroupGenerated,
     GroupSpooled,
-    LinkRestored,
+    LinkDown,
+    LinkUp,
     Measured,
     SendFailed,
     SwapFailed,
@@ -128,7 +129,10 @@ class AgentCore:
             self._work.deadline(),
             self._work.outbox.deadline(),
             self._drain_until_s,
-            *(ladder.deadline() for ladder in self._weights),
+            *(
+                ladder.deadline(in_use=bool(self._work.attempts.of_policy(ladder.policy)))
+                for ladder in self._weights
+            ),
         ]
         return min((at for at in due if at is not None), default=None)
 
@@ -202,8 +206,11 @@ class AgentCore:
                     # Nobody knows what the engine holds now: what it draws is worth nothing.
                     effects += self._work.fail_policy(policy, "weights.unverified", code)
                 return effects
-            case LinkRestored(plane=plane):
-                return self._link_restored(plane, now)
+            case LinkUp(plane=plane):
+                return self._link_up(plane, now)
+            case LinkDown(plane=plane):
+                if plane is Plane.TRAJECTORIES:
+                    self._work.outbox.link_down()
             case SendFailed():
                 self._send_failed(event, now)
             case Measured():
@@ -229,9 +236,9 @@ class AgentCore:
                 self._journal.count("revoke.unknown")
             case Welcome():
                 effects = self._session.welcomed(message, now)
-                return effects + self._weights.host(message.policies)
+                return effects + self._weights.host(message.policies, now)
             case HostedPolicies(policies=policies):
-                return self._weights.host(policies)
+                return self._weights.host(policies, now)
             case HelloRequired() | Goodbye():
                 # After a goodbye the scheduler's next life will not know us either.
                 self._session.hello_required(now)
@@ -264,15 +271,15 @@ class AgentCore:
             case _:
                 pass  # repeated by itself (hello, heartbeat, request) or missed by its receiver
 
-    def _link_restored(self, plane: Plane, now: float) -> list[Effect]:
+    def _link_up(self, plane: Plane, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if plane is Plane.CONTROL:
-            self._session.hello_required(now)
+            self._session.link_up(now)
         elif plane is Plane.TRAJECTORIES:
-            self._work.outbox.link_restored()
+            self._work.outbox.link_up()
         else:
             for ladder in self._weights:
-                effects += ladder.link_restored(now)
+                effects += ladder.link_up(now)
         return effects
 
     # ---- what follows by itself ----------------------------------------------------------------
@@ -280,7 +287,7 @@ class AgentCore:
     def _advance(self, now: float) -> list[Effect]:
         effects = self._work.advance(now)
         for ladder in self._weights:
-            if not ladder.hosted and not self._work.attempts.of_policy(ladder.policy):
+            if ladder.expired(now) and not self._work.attempts.of_policy(ladder.policy):
                 effects += ladder.release()
             effects += ladder.hold(self._work.attempts.bound(ladder.policy), now)
             effects += ladder.advance(now)

@@ -26,6 +26,7 @@ class Outbox:
         self._progress_s = 0.0
         self._stall_s = settings.upload_stall_s
         self._retry_s: float | None = None
+        self._connected = True
         self.size_bytes = 0
         for summary in spooled:
             self.add(summary)
@@ -58,11 +59,17 @@ class Outbox:
         self.size_bytes -= summary.size_bytes
         self._unsend(summary)
 
-    def link_restored(self) -> None:
+    def link_up(self) -> None:
         """What was under way may be lost: all of it is sent again."""
+        self._connected = True
         self._sent.clear()
         self._unacked_bytes = 0
         self._retry_s = None
+
+    def link_down(self) -> None:
+        """Nothing can be sent before ``link_up``."""
+        self.link_up()
+        self._connected = False
 
     def not_sent(self, attempt: str, now: float) -> None:
         """The link refused the body; try again a little later."""
@@ -75,10 +82,10 @@ class Outbox:
         """Send what the window allows; notice that the log has gone silent."""
         effects: list[Effect] = []
         if self._sent and now >= self._progress_s + self._stall_s:
-            self.link_restored()
+            self.link_up()
             self._stall_s = min(2 * self._stall_s, self._settings.upload_stall_max_s)
             effects.append(RemakeLink(plane=Plane.TRAJECTORIES))
-        if self._retry_s is not None and now < self._retry_s:
+        if not self._connected or (self._retry_s is not None and now < self._retry_s):
             return effects
         self._retry_s = None
         for attempt, summary in self._entries.items():

@@ -62,6 +62,12 @@ class Session:
         )
         return [ToScheduler(message=report) for report, _ in self._reports]
 
+    def link_up(self, now: float) -> None:
+        """Whoever is at the other end has not heard us yet."""
+        if self.state is not SessionState.REFUSED:
+            self.state = SessionState.HELLO
+            self._due_s = now
+
     def hello_required(self, now: float) -> None:
         """We are, or may be, unknown: say hello now, or once the last one is old enough."""
         if self.state is SessionState.REFUSED:

@@ -10,7 +10,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     more may wait for a slot or for weights: far above what a scheduler prefetches, it only bounds
     memory, as does ``max_attempt_sequences`` for a single attempt. ``max_held`` bounds the
     attempts held at once, spooled ones included, so that an inventory of all of them fits into
-    one control frame.
+    one control frame. A policy that is hosted no more is kept up to date for ``linger_s``: its
+    last version is still to arrive, and it may be wanted again.
     """
 
     slots: int
@@ -31,6 +32,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     lost_after_s: float = 12.0
     heartbeat_s: float = 2.0
     request_repeat_s: float = 5.0
+    linger_s: float = 60.0
     upload_stall_s: float = 30.0
     upload_stall_max_s: float = 600.0
     upload_retry_s: float = 0.1

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class Weights:
-    """Ladders by policy id. A policy that the scheduler no longer wants is kept until its last
-    attempt is over; then its copy is dropped."""
+    """Ladders by policy id. A policy that the scheduler no longer wants takes no new work; it is
+    dropped once it was not wanted for ``linger_s`` and its last attempt is over."""
 
     def __init__(self, settings: AgentSettings, journal: Journal, rng: "Random") -> None:
         self._settings = settings
@@ -49,11 +49,11 @@ class Weights:
         found = {name: ladder.serving() for name, ladder in self._ladders.items()}
         return {name: ref for name, ref in found.items() if ref is not None}
 
-    def host(self, policies: tuple[str, ...]) -> list[Effect]:
+    def host(self, policies: tuple[str, ...], now: float) -> list[Effect]:
         """Host exactly ``policies`` from now on."""
         effects: list[Effect] = []
         for ladder in self._ladders.values():
-            ladder.hosted = ladder.policy in policies
+            ladder.host(ladder.policy in policies, now)
         for policy in policies:
             if policy not in self._ladders:
                 self._ladders[policy] = Ladder(policy, self._settings, self._rng, self._tickets)

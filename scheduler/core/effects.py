@@ -37,8 +37,8 @@ class StopTaskSource(msgspec.Struct, frozen=True):
 
 
 class ProduceItems(msgspec.Struct, frozen=True):
-    """Answer with ``ItemsProduced`` for ``count`` items from ``start`` on, in one or several
-    parts. The same request may be repeated."""
+    """Answer with ``ItemsProduced`` for up to ``count`` items from ``start`` on; after a shorter
+    answer the rest is asked for at once. The same request may be repeated."""
 
     run: str
     kind: Literal["train", "eval"]

@@ -104,6 +104,25 @@ async def test_real_sockets_with_curve_do_the_same(tmp_path: Path) -> None:
         await network.close()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.asyncio
+async def test_the_torch_engine_does_the_same(tmp_path: Path) -> None:
+    from torch_models import random_qwen3
+
+    model = random_qwen3(tmp_path / "qwen")
+    async with AgentCloud(tmp_path, MemoryNetwork(), model) as cloud, asyncio.timeout(100.0):
+        cloud.publish()
+        life = Life(cloud, engine="torch")
+        assert (await cloud.hear(VersionServing)).digest == cloud.digest()
+        cloud.publish()
+        assert (await cloud.hear(VersionServing, 2)).digest == cloud.digest()
+        await deliver(cloud, range(3))
+        for group in cloud.groups().values():
+            assert {version for s in group.sequences for _, _, version in s.segments} == {1}
+        assert await life.end() == 0
+
+
 @pytest.mark.asyncio
 async def test_new_versions_flow_while_it_works_and_every_token_says_which(
     cloud: AgentCloud,
@@ -317,15 +336,17 @@ async def test_versions_of_an_unknown_signer_are_not_used(cloud: AgentCloud) -> 
 
 
 @pytest.mark.asyncio
-async def test_a_policy_that_is_hosted_no_more_leaves_no_files(cloud: AgentCloud) -> None:
+async def test_a_policy_that_is_hosted_no_more_takes_no_work_but_its_last_version(
+    cloud: AgentCloud,
+) -> None:
     cloud.publish()
     life = Life(cloud)
     await cloud.hear(VersionServing)
-    weights = cloud.folder / "agent" / "weights"
-    assert list(weights.glob("*/state"))
     cloud.say(HostedPolicies(policies=()))
-    await cloud.until(lambda: not list(weights.glob("*/state")))
-    assert cloud.all(Heartbeat)[-1].versions == {}
+    cloud.offer(1)
+    assert (await cloud.hear(LeaseReply)).reason == "policy_unknown"
+    cloud.publish()
+    assert (await cloud.hear(VersionServing, 2)).version == 1
     assert await life.end() == 0
 
 

@@ -39,7 +39,8 @@ from edge_agent.core.events import (
     FromWeightStore,
     GroupGenerated,
     GroupSpooled,
-    LinkRestored,
+    LinkDown,
+    LinkUp,
     PlanStaged,
     SendFailed,
     StageFailed,
@@ -92,6 +93,7 @@ class AgentMachine(RuleBasedStateMachine):
                 upload_window_bytes=1500,
                 max_held=12,
                 attempt_timeout_s=200.0,
+                linger_s=3.0,
             ),
             incarnation=1,
             build="b",
@@ -118,6 +120,7 @@ class AgentMachine(RuleBasedStateMachine):
         self.spoken: dict[str, str] = {}  # the log's last word
         self.unwanted: set[str] = set()  # attempts that the scheduler gave up
         self.last_beat = 0
+        self.log_connected = True
         self.exited = False
         self.feed(Tick())
         self.feed(
@@ -137,6 +140,8 @@ class AgentMachine(RuleBasedStateMachine):
             self.end(name, "forgotten")
         self.aborted.clear()
         self.core.check()
+        due = self.core.next_deadline()
+        assert due is None or due > self.now, "a deadline that is over would spin"
 
     def perform(self, effect: Effect) -> None:
         match effect:
@@ -195,6 +200,7 @@ class AgentMachine(RuleBasedStateMachine):
                 self.upto[request.policy] = request.upto
             case ToTrajectoryLog(summary=summary):
                 assert summary.attempt in self.spool
+                assert self.log_connected
             case Exit(status=status):
                 assert status == 0
                 self.exited = True
@@ -399,9 +405,11 @@ class AgentMachine(RuleBasedStateMachine):
     def discarded(self) -> None:
         self.feed(CopyDiscarded(policy=self.discarding.pop(0)))
 
-    @rule(plane=st.sampled_from(Plane))
-    def link_restored(self, plane: Plane) -> None:
-        self.feed(LinkRestored(plane=plane))
+    @rule(plane=st.sampled_from(Plane), up=st.booleans())
+    def link_changed(self, plane: Plane, up: bool) -> None:
+        if plane is Plane.TRAJECTORIES:
+            self.log_connected = up
+        self.feed(LinkUp(plane=plane) if up else LinkDown(plane=plane))
 
     # ---- time ------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 
 from cloud_trainer.numpy_trainer import make_numpy_model
 from edge_agent.config import AgentConfig, AgentTable, FakeEngineTable
@@ -50,10 +49,10 @@ M = TypeVar("M", bound=Message)
 class AgentCloud:
     """Everything that an agent connects to. ``folder`` gets keys, model, store and agent."""
 
-    def __init__(self, folder: Path, network: Network) -> None:
+    def __init__(self, folder: Path, network: Network, model: Path | None = None) -> None:
         self.folder = folder
         self.network = network
-        self.model = make_numpy_model(folder / "model", seed=1)
+        self.model = model or make_numpy_model(folder / "model", seed=1)
         self.keys: DeploymentKeys = create_keys(folder / "keys", agents=["near"], trainers=[POLICY])
         signer = self.keys.signers[POLICY]
         self.signing = SigningKey(signer.secret_key)
@@ -148,8 +147,8 @@ class AgentCloud:
 
     # ---- what tests say and see ----------------------------------------------------------------
 
-    def publish(self, changed_seed: int | None = None) -> int:
-        """A new version: the model's own weights first, then one tensor with other values."""
+    def publish(self) -> int:
+        """A new version: the model's own weights first, then one tensor rotated by an item."""
         place: dict[str, Any] = {"run": "run", "policy": POLICY, "created_wall_s": 0.0}
         if self._newest is None:
             publication = build_version0(self.model, **place)
@@ -157,9 +156,10 @@ class AgentCloud:
         else:
             before, old = self._newest
             number = before.manifest.version
-            rng = np.random.default_rng(number if changed_seed is None else changed_seed)
-            bias = rng.integers(0x3B00, 0x3D00, 64, "<u2").tobytes()
-            state = {**old, "bias": TensorBytes("BF16", (64,), bias)}
+            name = "output.weight" if "output.weight" in old else min(old)
+            data = bytes(old[name].data)
+            rotated = TensorBytes(old[name].dtype, old[name].shape, data[2:] + data[:2])
+            state = {**old, name: rotated}
             publication = build_delta_version(
                 old, state, version=number + 1, parent=number, step=number + 1, **place
             )

@@ -33,7 +33,8 @@ from edge_agent.core.events import (
     FromWeightStore,
     GroupGenerated,
     GroupSpooled,
-    LinkRestored,
+    LinkDown,
+    LinkUp,
     Measured,
     PlanStaged,
     SendFailed,
@@ -156,6 +157,8 @@ class Story:
         for event in events:
             effects += self.core.handle(event, self.now)
             self.core.check()
+            due = self.core.next_deadline()
+            assert due is None or due > self.now, "a deadline that is over would spin"
         return effects
 
     def scheduler(self, *messages: Message) -> list[Effect]:
@@ -322,20 +325,23 @@ def test_unexpected_messages_are_counted_and_nothing_else() -> None:
     assert counters["weights.unknown_plan"] == 1
 
 
-def test_a_restored_link_says_again_what_may_be_lost() -> None:
+def test_a_link_that_comes_up_says_again_what_may_be_lost() -> None:
     story = Story(spooled=(summary(offer(1)), summary(offer(2)))).up(version=4)
     story.wait(1.2)
-    effects = story.feed(LinkRestored(plane=Plane.TRAJECTORIES))
+    effects = story.feed(LinkUp(plane=Plane.TRAJECTORIES))
     assert [e.summary for e in of(ToTrajectoryLog, effects)] == [
         summary(offer(1)),
         summary(offer(2)),
     ]
-    (request,) = asked(story.feed(LinkRestored(plane=Plane.WEIGHTS)))
+    story.feed(LinkDown(plane=Plane.TRAJECTORIES), LinkDown(plane=Plane.CONTROL))
+    assert of(ToTrajectoryLog, story.wait(100.0)) == []
+    assert len(of(ToTrajectoryLog, story.feed(LinkUp(plane=Plane.TRAJECTORIES)))) == 2
+    (request,) = asked(story.feed(LinkUp(plane=Plane.WEIGHTS)))
     assert request.have_version == 4
-    (hello,) = said(Hello, story.feed(LinkRestored(plane=Plane.CONTROL)))
+    (hello,) = said(Hello, story.feed(LinkUp(plane=Plane.CONTROL)))
     assert hello.incarnation == 3
     story.scheduler(Refuse(code="agent.twice", message="", retry_s=60.0))
-    assert said(Hello, story.feed(LinkRestored(plane=Plane.CONTROL))) == []
+    assert said(Hello, story.feed(LinkUp(plane=Plane.CONTROL))) == []
 
 
 # ---- attempts ------------------------------------------------------------------------------
@@ -699,19 +705,32 @@ def test_work_that_waits_too_long_for_weights_is_handed_back() -> None:
     assert failure.code == "weights.timeout"
 
 
-def test_a_policy_no_longer_hosted_finishes_its_work_and_drops_its_copy() -> None:
-    story = Story().up(version=1)
-    story.scheduler(offer(1))
-    assert of(DiscardCopy, story.scheduler(HostedPolicies(policies=("new/solver",)))) == []
-    assert reason_for(story.scheduler(offer(2))) == "policy_unknown"
+def test_a_policy_no_longer_hosted_gets_its_last_version_and_is_dropped_later() -> None:
+    story = Story(linger_s=60.0).up(version=1)
+    story.scheduler(offer(1), offer(2, pinned={POLICY: 9}))
+    effects = story.scheduler(HostedPolicies(policies=("new/solver",)))
+    assert [failed.attempt for failed in said(AttemptFailed, effects)] == [offer(2).attempt]
+    assert reason_for(story.scheduler(offer(3))) == "policy_unknown"
+    assert said(VersionServing, story.serve(2))[0].version == 2
+    assert of(DiscardCopy, story.wait(70.0)) == []
     assert one(DiscardCopy, story.spool(offer(1))).policy == POLICY
     story.feed(CopyDiscarded(policy=POLICY))
     assert set(story.core.status().policies) == {"new/solver"}
 
 
-def test_a_policy_hosted_again_while_its_copy_is_dropped_starts_from_nothing() -> None:
-    story = Story().up(version=1)
+def test_a_policy_hosted_again_within_its_time_is_kept() -> None:
+    story = Story(linger_s=60.0).up(version=1)
     story.scheduler(HostedPolicies(policies=()))
+    story.wait(59.0)
+    story.scheduler(HostedPolicies(policies=(POLICY,)))
+    assert of(DiscardCopy, story.wait(100.0)) == []
+    assert reason_for(story.scheduler(offer(1))) == ""
+
+
+def test_a_policy_hosted_again_while_its_copy_is_dropped_starts_from_nothing() -> None:
+    story = Story(linger_s=60.0).up(version=1)
+    story.scheduler(HostedPolicies(policies=()))
+    assert one(DiscardCopy, story.wait(60.5)).policy == POLICY
     story.scheduler(HostedPolicies(policies=(POLICY,)))
     (request,) = asked(story.feed(CopyDiscarded(policy=POLICY)))
     assert request.have_version is None

@@ -5,6 +5,7 @@ from core_builders import (
     RUN,
     SOLVER,
     Scene,
+    make_items,
     make_run,
     make_scene,
     messages,
@@ -89,9 +90,11 @@ def test_a_source_with_few_held_out_items_is_evaluated_on_those():
     scene.version_stored(0)
     scene.joined("a", slots=64)
     [asked] = [e for e in of_type(scene.effects, ProduceItems) if e.kind == "eval"]
-    scene.produced([ProduceItems(RUN, "eval", 0, 3)])
-    scene.feed(ItemsProduced(RUN, "eval", 3, ()))
     assert (asked.start, asked.count) == (0, 5)
+    effects = scene.feed(ItemsProduced(RUN, "eval", 0, make_items(0, 3)))
+    [rest] = of_type(effects, ProduceItems)
+    assert (rest.start, rest.count) == (3, 2)
+    scene.feed(ItemsProduced(RUN, "eval", 3, ()))
     assert [len(offer.items) for offer in evals(scene)] == [2, 1]
     for offer in evals(scene):
         scene.finished(offer)

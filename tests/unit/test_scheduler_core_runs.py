@@ -17,8 +17,6 @@ from core_builders import (
 from scheduler.core.effects import ProduceItems, RunEnded, StartTaskSource, StopTaskSource
 from scheduler.core.events import ItemsProduced, TaskSourceFailed
 from transport.messages import (
-    BatchRequest,
-    CheckpointReport,
     HostedPolicies,
     LeaseOffer,
     LeaseRevoke,
@@ -26,7 +24,6 @@ from transport.messages import (
     RunState,
     RunSubmit,
     StatusRequest,
-    StepReport,
     Welcome,
 )
 from transport.runs import TaskSpec
@@ -212,8 +209,18 @@ def test_stopping_cancels_work_and_ends_when_the_trainer_has_exported():
     effects = scene.checkpointed(0, final=True)
     assert of_type(effects, RunEnded) == [RunEnded(RUN, "stopped")]
     assert of_type(effects, StopTaskSource) == [StopTaskSource(RUN)]
-    assert messages(effects, HostedPolicies, "a")[0].policies == ()
     assert [m.state for m in messages(effects, RunState, "t")] == ["finished"]
+
+
+def test_agents_go_on_hosting_the_last_run_until_there_is_another():
+    scene = make_scene()
+    scene.joined("a")
+    scene.commanded("stop")
+    effects = scene.checkpointed(0, final=True)
+    assert messages(effects, HostedPolicies, "a")[0].policies == (SOLVER,)
+    start = len(scene.effects)
+    scene.submitted(make_run("s"))
+    assert messages(scene.effects[start:], HostedPolicies, "a")[0].policies == ("s/solver",)
 
 
 def test_stopping_a_run_whose_trainer_never_came_ends_it_at_once():
@@ -292,106 +299,9 @@ def test_a_trainer_key_may_serve_one_run_after_another_but_not_two_at_once():
     assert messages(scene.trainer_joined("t", policy="s/solver"), Welcome)
 
 
-# ---- several policies ------------------------------------------------------------------------
-
-
-def two_policies() -> Scene:
-    """judge and solver, both trained, one trainer each, one large agent."""
-    scene = make_scene(run=make_run(policies=("judge", "solver")))
-    scene.trainer_joined("u", policy="r/solver")
-    scene.joined("a", slots=16, versions={"r/judge": 0, "r/solver": 0})
-    return scene
-
-
-def both(version: int = 0) -> dict[str, tuple[int, int]]:
-    return {"r/judge": (version, version), "r/solver": (version, version)}
-
-
-def test_a_group_is_routed_to_every_policy_that_produced_tokens():
-    scene = two_policies()
-    first, second = scene.live_offers()[:2]
-    scene.finished(first, versions=both())
-    scene.finished(second, versions={"r/solver": (0, 0)})
-    assert scene.books("r/judge").buffered == 1
-    assert scene.books("r/solver").buffered == 2
-    assert (scene.books("r/judge").dropped, scene.counter("dropped.not_routed")) == (1, 1)
-
-
-def test_a_body_lives_until_the_last_policy_is_done_with_it():
-    scene = two_policies()
-    for offer in scene.live_offers():
-        scene.finished(offer, versions=both())
-    scene.requested(1, policy="r/judge")
-    scene.trainer_says(_report("r/judge"))
-    scene.checkpointed(1, policy="r/judge")
-    assert scene.books("r/judge").trained == 2
-    assert not [key for table, key in scene.rows if table == "release"]
-    scene.trainer_says(_request("r/solver"), "u")
-    scene.trainer_says(_report("r/solver"), "u")
-    scene.trainer_says(_checkpoint("r/solver"), "u")
-    assert len([key for table, key in scene.rows if table == "release"]) == 2
-
-
-def test_a_dead_trainer_does_not_hold_the_other_policy_up():
-    scene = two_policies()
-    done = 0
-    for step in range(1, 6):
-        for offer in scene.live_offers():
-            scene.finished(offer, versions={"r/judge": (step - 1,) * 2, "r/solver": (0, 0)})
-        done += len(grants(scene.requested(step, policy="r/judge")))
-        scene.stepped(step, policy="r/judge")
-        scene.version_stored(step, policy="r/judge")
-        scene.joined("a", 1, slots=16, versions={"r/judge": step, SOLVER: 0})
-        scene.produced(scene.effects)
-    assert done == 5
-    row = scene.books("r/solver")
-    assert (row.buffered, row.balance) == (4, 0)
-    assert scene.counter("dropped.quota") == row.dropped > 0
-
-
-def test_policies_of_one_pace_learn_from_the_same_groups():
-    scene = two_policies()
-    for step in range(1, 6):
-        for offer in scene.live_offers():
-            scene.finished(offer, versions=both(step - 1))
-        scene.requested(step, policy="r/judge")
-        scene.trainer_says(_request("r/solver", step), "u")
-        scene.wait(1.0)
-        scene.stepped(step, policy="r/judge")
-        scene.produced(scene.effects)
-        scene.wait(0.5)
-        scene.trainer_says(_report("r/solver", step), "u")
-        for policy in ("r/judge", "r/solver"):
-            scene.version_stored(step, policy=policy)
-        scene.joined("a", 1, slots=16, versions={"r/judge": step, "r/solver": step})
-        scene.produced(scene.effects)
-    assert scene.books("r/judge").submitted == scene.books("r/solver").submitted == 10
-    assert scene.books("r/judge").dropped == scene.books("r/solver").dropped == 0
-
-
-def test_a_run_with_two_policies_ends_when_both_are_done():
-    scene = two_policies()
-    scene.checkpointed(0, final=True, policy="r/judge")
-    assert scene.run().state == "running"
-    scene.trainer_says(_checkpoint("r/solver", 0, final=True), "u")
-    assert scene.run().state == "finished"
-
-
 def test_the_status_is_given_to_who_asks():
     scene = make_scene()
     reply = scene.asked(StatusRequest())
     assert reply.status == scene.core.status(scene.now)
     assert scene.asked(Ping(sequence=1, sent_s=0.0)).code == "command.unknown"
     assert scene.asked(RunSubmit(run=make_run())).ok
-
-
-def _request(policy: str, step: int = 1) -> BatchRequest:
-    return BatchRequest(policy=policy, step=step, groups=2, head_version=step - 1)
-
-
-def _report(policy: str, step: int = 1) -> StepReport:
-    return StepReport(policy=policy, step=step, version=step, busy_s=1.0, waiting_s=0.0)
-
-
-def _checkpoint(policy: str, step: int = 1, *, final: bool = False) -> CheckpointReport:
-    return CheckpointReport(policy=policy, step=step, version=step, final=final)
