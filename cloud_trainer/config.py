@@ -20,7 +20,7 @@ class TrainerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: Count = 1
     keep_checkpoints: Count = 2
     fetch_window_bytes: Bytes = 64 * 2**20
-    fetch_timeout_s: PositiveSeconds = 30.0
+    fetch_timeout_s: PositiveSeconds = 10.0
     publish_timeout_s: PositiveSeconds = 120.0
 
 

@@ -73,12 +73,13 @@ class TrainerHome:
         step, version = (0, 0) if meta is None else (meta.step, meta.version)
         first = PendingVersion(version=version, parent=None, step=step, whole=True)
         if republish:
-            outbox.keep_only(())
+            outbox.clear()
             pending = [first]
         else:
+            version = outbox.newest_number(version, step)
             pending = outbox.ancestry(version)
             outbox.keep_only([p.version for p in pending])
-            if not pending and meta is None:
+            if not pending and version == 0:
                 pending = [first]
         position = StartPosition(
             step=step,
@@ -90,7 +91,7 @@ class TrainerHome:
         incarnation = self._next_incarnation(clock)
         _log.info(
             "trainer.start", incarnation=incarnation, step=step, version=version,
-            jobs=len(trained), unpublished=[p.version for p in pending],
+            highest=outbox.highest, jobs=len(trained), unpublished=[p.version for p in pending],
         )  # fmt: skip
         return Start(incarnation, meta, position, trained, outbox)
 

@@ -3,6 +3,8 @@
     FOLDER/outbox/highest            the highest version number that was ever given
     FOLDER/outbox/manifests/NUMBER   signed manifest; written last
     FOLDER/outbox/blobs/SHA256       its files
+    FOLDER/outbox/again              ``_Again``, the number under which a checkpoint's weights were
+                                     published once more after a rollback
 
 What always holds: a version is listed only after its files and its number are durable, so what is
 offered once can be offered again, bit for bit, after a crash; a number that was given is never
@@ -12,18 +14,27 @@ given again, whatever became of the version.
 from collections.abc import Collection
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from cloud_trainer.core.settings import PendingVersion
 from transport.errors import ChecksumMismatch, StoreError, TruncatedBlob
 from transport.messages import VersionOffer
-from transport.runtime.files import atomic_write
+from transport.runtime.files import atomic_write, store_errors
 from transport.weights.blobs import BlobFolder
 from transport.weights.manifest import FileEntry, SignedManifest, VersionManifest
 from transport.weights.manifest_folder import ManifestFolder, StoredManifest
 from transport.weights.publication import Publication
 
 _log = structlog.get_logger()
+
+
+class _Again(msgspec.Struct, frozen=True, kw_only=True):
+    """The weights of version ``of``, a checkpoint's at ``step``, are those of ``version`` too."""
+
+    of: int
+    step: int
+    version: int
 
 
 class Outbox:
@@ -34,6 +45,7 @@ class Outbox:
         self._manifests = ManifestFolder(folder / "manifests")
         self._blobs = BlobFolder(folder / "blobs")
         self._highest_path = folder / "highest"
+        self._again_path = folder / "again"
         found, problems = self._manifests.load()
         for problem in problems:
             _log.warning("outbox.damaged", reason=problem)
@@ -41,9 +53,12 @@ class Outbox:
         self._entries: dict[str, FileEntry] = {}
         self._index()
         self.highest = max([self._read_highest(), *self._versions])
+        self._again = self._read_again()
 
-    def add(self, publication: Publication, signed: SignedManifest) -> VersionOffer:
-        """Make a version durable here.
+    def add(
+        self, publication: Publication, signed: SignedManifest, *, again: bool = False
+    ) -> VersionOffer:
+        """Make a version durable here; ``again`` says that it is its parent once more.
 
         Raises:
             StoreError: the disk refused.
@@ -57,7 +72,39 @@ class Outbox:
         self._manifests.write(manifest.version, signed)
         self._versions[manifest.version] = StoredManifest(manifest, signed)
         self._index()
+        if again and manifest.parent is not None:
+            known = self._again
+            of = known.of if known and known.version == manifest.parent else manifest.parent
+            self._note(_Again(of=of, step=manifest.step, version=manifest.version))
         return _offer(signed)
+
+    def newest_number(self, version: int, step: int) -> int:
+        """The last number under which the weights of a checkpoint's version were published.
+
+        Raises:
+            StoreError: the disk refused.
+        """
+        known = self._again
+        newest = known.version if known and (known.of, known.step) == (version, step) else version
+        for number in sorted(self._versions):
+            # A crash may have come between a version and its note.
+            manifest = self._versions[number].manifest
+            same = manifest.step == step and manifest.digest == manifest.base_digest
+            if manifest.parent == newest and same:
+                newest = number
+                self._note(_Again(of=version, step=step, version=number))
+        return newest
+
+    def clear(self) -> None:
+        """Remove every version; no number is given again for that.
+
+        Raises:
+            StoreError: the disk refused.
+        """
+        self.keep_only(())
+        self._again = None
+        with store_errors("remove", self._again_path):
+            self._again_path.unlink(missing_ok=True)
 
     def offer(self, version: int) -> VersionOffer | None:
         """The offer of a version whose files are all here."""
@@ -132,6 +179,20 @@ class Outbox:
             for stored in self._versions.values()
             for entry in stored.manifest.files
         }
+
+    def _note(self, again: _Again) -> None:
+        atomic_write(self._again_path, msgspec.json.encode(again))
+        self._again = again
+
+    def _read_again(self) -> _Again | None:
+        try:
+            return msgspec.json.decode(self._again_path.read_bytes(), type=_Again)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            # Then the checkpoint's weights get one more number.
+            _log.warning("outbox.damaged", reason=f"{self._again_path}: {error}")
+            return None
 
     def _read_highest(self) -> int:
         try:

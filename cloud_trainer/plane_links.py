@@ -130,6 +130,9 @@ class PlaneLinks:
     def _open(self, plane: Plane) -> Link:
         transport = self._transport
         options = LinkOptions.for_plane(plane)._replace(
+            # What we say on the bulk planes are small requests, or chunks that the store's credit
+            # bounds; in a window of sixteen, bodies asked for one by one had no room under load.
+            window_messages=1000,
             heartbeat_s=transport.socket_heartbeat_s,
             heartbeat_timeout_s=_HEARTBEATS_MISSED * transport.socket_heartbeat_s,
             reconnect_max_s=transport.reconnect_max_s,

@@ -28,7 +28,8 @@ Tensors = Mapping[str, TensorBytes]
 
 
 class Publisher:
-    """Builds versions of ``policy``; ``base`` are the weights of version ``base_version``.
+    """Builds versions of ``policy``; ``base`` are the weights of version ``base_version``, which
+    may be published once more ("again") as an empty difference.
 
     ``build`` blocks and is called by one thread at a time; ``capture`` by any.
     """
@@ -75,7 +76,8 @@ class Publisher:
             if known is not None:
                 return known, {"version": order.version, "again": True}
         publication, tensors = self._publication(order)
-        offer = self._outbox.add(publication, self._signer.sign(publication.manifest))
+        signed = self._signer.sign(publication.manifest)
+        offer = self._outbox.add(publication, signed, again=order.again)
         self._base_version, self._base = order.version, tensors
         self._base_digest = publication.digests
         self._captured.pop(order.step, None)
@@ -106,7 +108,7 @@ class Publisher:
                 created_wall_s=wall_s,
             )
             return publication, self._base
-        new = self._captured.get(order.step)
+        new = self._base if order.again else self._captured.get(order.step)
         if new is None or order.parent != self._base_version:
             raise InvariantViolation(
                 f"version {order.version} of step {order.step} on {order.parent} cannot be built: "

@@ -8,10 +8,10 @@ is an event. Nothing is decided here. An error of any part ends the shell with t
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -32,6 +32,7 @@ from cloud_trainer.publisher import Publisher
 from cloud_trainer.ranks import LeadTrainer, Ranks
 from cloud_trainer.tracking import MetricsFile
 from cloud_trainer.trainer import Arrays
+from cloud_trainer.workers import Workers
 from transport.errors import ConfigError, FarflowError, InvariantViolation, LinkClosed
 from transport.ids import policy_name
 from transport.messages import Body, ChunkRequest, Goodbye, GroupUnusable, Message, Plane
@@ -51,7 +52,6 @@ _EVENTS: dict[Plane, Callable[[Message], Event]] = {
 
 _log = structlog.get_logger()
 
-T = TypeVar("T")
 Tensors = dict[str, TensorBytes]
 
 
@@ -101,13 +101,8 @@ class TrainerShell:
         self._clock = clock
         self._build = build
         self._metrics = MetricsFile(home.folder)
-        self._pools = {
-            name: ThreadPoolExecutor(count, thread_name_prefix=f"trainer-{name}")
-            for name, count in (
-                ("model", 1), ("publisher", 1), ("disk", 1), ("reader", 1), ("bodies", _CHECKERS),
-            )
-        }  # fmt: skip
-        self._chunks = ChunkService(start.outbox, links, self._pools["reader"])
+        self._workers = Workers(model=1, publisher=1, disk=1, reader=1, bodies=_CHECKERS)
+        self._chunks = ChunkService(start.outbox, links, self._workers.executor("reader"))
         self._trainer: LeadTrainer | None = None
         self._publisher: Publisher | None = None
         self._run: RunSpec | None = None
@@ -116,8 +111,8 @@ class TrainerShell:
         self._arrived: dict[str, bytes] = {}
         self._checking: set[str] = set()
         self._bodies: dict[str, Group] = {}
+        self._unsent: list[Message] = []
         self._retimed = asyncio.Event()
-        self._tasks: asyncio.TaskGroup | None = None
         self._outcome: asyncio.Future[do.Exit | do.Rollback] | None = None
 
     async def run(self, stop: asyncio.Event) -> do.Exit | do.Rollback:
@@ -130,7 +125,7 @@ class TrainerShell:
         self._outcome = outcome
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
+                self._workers.start(tasks)
                 background = [tasks.create_task(part) for part in self._parts(stop)]
                 self._feed(on.Tick())
                 await outcome
@@ -142,7 +137,7 @@ class TrainerShell:
                 self._links.send(Plane.CONTROL, Goodbye(reason=error.code))
             raise error from error.__cause__
         finally:
-            await asyncio.to_thread(self._close_pools)
+            await asyncio.to_thread(self._workers.close)
         ended: do.Exit | do.Rollback = outcome.result()
         if self._trainer is not None and isinstance(ended, do.Exit):
             self._trainer.close()
@@ -151,10 +146,6 @@ class TrainerShell:
     def _parts(self, stop: asyncio.Event) -> list[Coroutine[Any, Any, None]]:
         receivers = [self._receive(plane) for plane in Plane]
         return [*receivers, self._chunks.run(), self._keep_time(), self._watch(stop)]
-
-    def _close_pools(self) -> None:
-        for pool in self._pools.values():
-            pool.shutdown(wait=True, cancel_futures=True)
 
     async def _watch(self, stop: asyncio.Event) -> None:
         await stop.wait()
@@ -181,6 +172,9 @@ class TrainerShell:
         for effect in self.core.handle(event, self._clock.monotonic_s()):
             self._execute(effect)
         self._retimed.set()
+        unsent, self._unsent = self._unsent, []
+        for message in unsent:
+            self._feed(on.NotSent(message=message))
 
     async def _keep_time(self) -> None:
         while True:
@@ -198,17 +192,17 @@ class TrainerShell:
             case do.ToScheduler(message=message):
                 if isinstance(message, GroupUnusable):
                     _log.warning("group.unusable", job=message.job, code=message.code)
-                self._links.send(Plane.CONTROL, message)
+                self._send(Plane.CONTROL, message)
             case do.ToTrajectoryLog(message=message):
-                self._links.send(Plane.TRAJECTORIES, message)
+                self._send(Plane.TRAJECTORIES, message)
             case do.ToWeightStore(message=message):
-                self._links.send(Plane.WEIGHTS, message)
+                self._send(Plane.WEIGHTS, message)
             case do.RenewLink(plane=plane):
                 _log.warning("link.renewed", plane=plane.value)
                 self._links.renew(plane)
             case do.LoadModel(run=run):
                 self._run = run
-                self._work("model", partial(self._load, run), self._loaded)
+                self._workers.hand_over("model", partial(self._load, run), self._loaded)
             case do.CheckBody(digest=digest):
                 self._check_body(digest)
             case do.ForgetBodies(digests=digests):
@@ -226,7 +220,7 @@ class TrainerShell:
                 self._build_version(effect)
             case do.ForgetVersion(version=version):
                 _log.debug("version.durable", version=version)
-                self._work("publisher", partial(self._start.outbox.remove, version))
+                self._workers.hand_over("publisher", partial(self._start.outbox.remove, version))
             case do.WriteCheckpoint():
                 self._write_checkpoint(effect)
             case do.CommitCheckpoint(step=step):
@@ -239,17 +233,14 @@ class TrainerShell:
             case _:
                 raise InvariantViolation(f"no way to do {type(effect).__name__}")
 
-    def _work(
-        self, pool: str, call: Callable[[], T], done: Callable[[T], None] | None = None
-    ) -> Future[T]:
-        """Hand ``call`` to a thread now; ``done`` gets its result on the loop."""
-        future = self._pools[pool].submit(call)
-        assert self._tasks is not None  # noqa: S101 - effects only come while running
-        self._tasks.create_task(_finish(future, done))
-        return future
+    def _send(self, plane: Plane, message: Message) -> None:
+        if not self._links.send(plane, message):
+            self._unsent.append(message)
 
     def _record(self, kind: str, facts: dict[str, Any]) -> None:
-        self._work("disk", partial(self._metrics.write, kind, self._clock.wall_s(), facts))
+        self._workers.hand_over(
+            "disk", partial(self._metrics.write, kind, self._clock.wall_s(), facts)
+        )
 
     # ---- the model ---------------------------------------------------------------------------
 
@@ -305,7 +296,7 @@ class TrainerShell:
                 _log.error("step.non_finite", step=order.step, tensor=stepped.non_finite)
             self._feed(on.StepFinished(step=order.step, metrics=stepped.metrics, finite=finite))
 
-        self._work("model", step, done)
+        self._workers.hand_over("model", step, done)
 
     def _build_version(self, order: do.BuildVersion) -> None:
         assert self._publisher is not None  # noqa: S101 - as for _model
@@ -315,21 +306,21 @@ class TrainerShell:
             self._record("version", facts)
             self._feed(on.VersionReady(version=order.version, offer=offer))
 
-        self._work("publisher", partial(self._publisher.build, order), done)
+        self._workers.hand_over("publisher", partial(self._publisher.build, order), done)
 
     def _export(self) -> None:
         def done(folder: Path) -> None:
             _log.info("model.exported", folder=str(folder))
             self._feed(on.ModelExported())
 
-        self._work("model", lambda: self._home.export(self._model()), done)
+        self._workers.hand_over("model", lambda: self._home.export(self._model()), done)
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
     def _write_checkpoint(self, order: do.WriteCheckpoint) -> None:
         # The copy is taken in the model's thread, before the next step can change anything; the
         # disk's thread waits for it.
-        state = self._work("model", self._model().state_dict)
+        state = self._workers.hand_over("model", self._model().state_dict)
         assert self._run is not None  # noqa: S101 - as for _model
         digest, previous, run = (
             spec_digest(self._run, self._table.policy), self._committed, self._run.name,
@@ -354,7 +345,7 @@ class TrainerShell:
             self._written = meta
             self._feed(on.CheckpointWritten(step=meta.step))
 
-        self._work("disk", write, done)
+        self._workers.hand_over("disk", write, done)
 
     def _commit_checkpoint(self, step: int) -> None:
         def done(_: None) -> None:
@@ -363,7 +354,7 @@ class TrainerShell:
             self._record("checkpoint", {"step": step})
             self._feed(on.CheckpointCommitted(step=step))
 
-        self._work("disk", partial(self._home.checkpoints.commit, step), done)
+        self._workers.hand_over("disk", partial(self._home.checkpoints.commit, step), done)
 
     # ---- bodies --------------------------------------------------------------------------------
 
@@ -380,17 +371,13 @@ class TrainerShell:
                     self._bodies[digest] = checked.group
             self._feed(checked.event)
 
-        self._work("bodies", partial(check_body, digest, data, self._table.policy), done)
+        self._workers.hand_over(
+            "bodies", partial(check_body, digest, data, self._table.policy), done
+        )
 
 
 def _result(state: Future[tuple[Arrays, dict[str, Any]]]) -> tuple[Arrays, dict[str, Any]]:
     return state.result()
-
-
-async def _finish(future: Future[T], done: Callable[[T], None] | None) -> None:
-    result = await asyncio.wrap_future(future)
-    if done is not None:
-        done(result)
 
 
 def _innermost(errors: BaseExceptionGroup[BaseException]) -> BaseException:

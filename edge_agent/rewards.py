@@ -7,7 +7,10 @@ most ``workers`` such processes exist, started when first needed.
 """
 
 import asyncio
+import contextlib
 import importlib.util
+import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ from transport.messages import Item, RewardSpec
 
 WORKERS = 2
 _STDERR_LINES = 20
+_LAST_MOMENT_S = 1.0
 _MODULES = {"reasoning-gym": "reasoning_gym", "math-verify": "math_verify"}
 _WORKER = (sys.executable, "-m", "edge_agent.reward_worker")
 
@@ -93,7 +97,7 @@ class _Worker:
                 raise RewardCrashed(f"the verifier process answers with {size} bytes")
             return msgspec.msgpack.decode(await stdout.readexactly(size), type=ScoreReply)
         except (OSError, asyncio.IncompleteReadError) as error:
-            await self.kill()
+            await self._end()
             raise RewardCrashed(
                 f"the verifier process ended with status {self._process.returncode}: "
                 f"{' | '.join(self._last_words)}"
@@ -103,12 +107,18 @@ class _Worker:
 
     async def kill(self) -> None:
         if self._process.returncode is None:
-            try:
-                self._process.kill()
-            except ProcessLookupError:
-                _log.debug("reward.worker_gone", pid=self._process.pid)
+            # Not Process.kill: that polls first, and the loop's own watcher would lose the status.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()
         await self._listening
+
+    async def _end(self) -> None:
+        """Its pipes are closed, so it is about to end by itself; give it a moment to say how."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_MOMENT_S):
+                await self._process.wait()
+        await self.kill()
 
     async def _listen(self) -> None:
         """Keep the last lines of standard error, so that the pipe never fills."""

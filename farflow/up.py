@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from farflow.run_file import run_spec
 from farflow.run_folder import RunFolder, new_run_folder, open_run_folder
 from farflow.summary import RunSummary, render, summarise
 from farflow.up_config import up_config
+from farflow.watch import Watch
 from transport.errors import ConfigError, FarflowError, LinkError, StoreError
 from transport.ids import policy_id
 from transport.runs import RunSpec
@@ -38,7 +38,8 @@ from transport.status import RunStatus, SchedulerStatus
 POLL_S = 0.5
 AGENTS_LINE_S = 10.0
 """How often plain output says what the agents do."""
-REWARD_HISTORY = 200
+PLAIN_WIDTH = 120
+"""Columns of tables that go to a file or pipe, which has no width of its own."""
 
 _log = structlog.get_logger()
 
@@ -48,44 +49,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     overrides: tuple[str, ...] = ()
     folder: Path | None = None
-
-
-class _Watch:
-    """What the view needs beyond one status: rates and what has been said already."""
-
-    def __init__(self) -> None:
-        self.rewards: dict[str, deque[float]] = {}
-        self.rates: dict[str, float] = {}
-        self._tokens: dict[str, tuple[float, int]] = {}
-        self._step: dict[str, int] = {}
-        self._evaluated: dict[str, set[int]] = {}
-
-    def update(self, status: SchedulerStatus, now: float) -> list[str]:
-        """Take a status in; returns lines for a log about what is new in it."""
-        for agent in status.agents:
-            at, tokens = self._tokens.get(agent.name, (now - POLL_S, agent.tokens_generated))
-            if now - at >= 4 * POLL_S or agent.name not in self._tokens:
-                rate = max(0.0, (agent.tokens_generated - tokens) / max(1e-9, now - at))
-                self.rates[agent.name] = rate
-                self._tokens[agent.name] = (now, agent.tokens_generated)
-        lines = []
-        for run in status.runs:
-            for policy in run.policies:
-                last = policy.last_step
-                if last is not None and self._step.get(policy.policy) != last.step:
-                    self._step[policy.policy] = last.step
-                    history = self.rewards.setdefault(policy.policy, deque(maxlen=REWARD_HISTORY))
-                    history.append(last.reward_mean)
-                    lines.append(view.step_line(last))
-                said = self._evaluated.setdefault(policy.policy, set())
-                for evaluation in policy.evaluations:
-                    if evaluation.done and evaluation.version not in said:
-                        said.add(evaluation.version)
-                        lines.append(view.evaluation_line(evaluation))
-        return lines
-
-    def history(self) -> dict[str, Sequence[float]]:
-        return {policy: list(values) for policy, values in self.rewards.items()}
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +109,8 @@ async def up(run: Prepared, *, plain: bool) -> int:
     config, agents = up_config(run.data)
     folder = RunFolder(run.path)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
     clock = SystemClock()
     started = clock.monotonic_s()
     plain = plain or not console.is_terminal
@@ -154,7 +119,7 @@ async def up(run: Prepared, *, plain: bool) -> int:
         click.echo(f"run folder: {folder.path}")
         status: SchedulerStatus | None = None
         try:
-            watched = asyncio.ensure_future(_watch(deployment, stop, console, clock, plain=plain))
+            watched = asyncio.ensure_future(_watch(deployment, console, clock, plain=plain))
             stopped = asyncio.ensure_future(stop.wait())
             first: set[asyncio.Future[Any]] = {watched, stopped, deployment.failure}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -187,7 +152,6 @@ async def _cancel(task: "asyncio.Future[Any]") -> None:
 
 async def _watch(
     deployment: LocalDeployment,
-    stop: ShutdownSignal,
     console: Console,
     clock: SystemClock,
     *,
@@ -197,7 +161,7 @@ async def _watch(
     from scheduler.operator import Operator
 
     await deployment.start()
-    watch = _Watch()
+    watch = Watch(deployment.folder.scheduler_metrics(deployment.spec.name))
     settled_by: float | None = None
     said_agents = clock.monotonic_s()
     live = Live(console=console, refresh_per_second=4, transient=True) if not plain else None
@@ -218,7 +182,7 @@ async def _watch(
                     live.update(
                         view.screen(
                             status,
-                            watch.history(),
+                            watch.rewards(),
                             watch.rates,
                             f"{deployment.folder.path} · Ctrl-C stops in order",
                         )

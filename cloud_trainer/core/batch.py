@@ -7,6 +7,7 @@ refused one must first be taken out of the grant by the scheduler.
 
 from collections.abc import Mapping
 
+from cloud_trainer.core.backoff import Backoff
 from cloud_trainer.core.effects import Effect, ForgetBodies, RenewLink, ToScheduler, ToTrajectoryLog
 from cloud_trainer.core.events import BodyChecked
 from cloud_trainer.core.fetching import BatchFetch
@@ -31,6 +32,7 @@ class Batch:
             timeout_s=settings.fetch_timeout_s,
             missing_retry_s=settings.missing_retry_s,
             tries=settings.body_tries,
+            resend=Backoff(settings.resend_s, settings.max_resend_s),
         )
 
     def adopt(self, groups: tuple[GroupRef, ...], trained: TrainedJobs) -> list[Effect]:
@@ -42,6 +44,10 @@ class Batch:
         gone = self._fetch.adopt([ref for ref in self.groups if ref.job not in self.refused])
         forgotten: list[Effect] = [ForgetBodies(digests=gone)] if gone else []
         return forgotten + self.refusals()
+
+    def not_sent(self, digests: tuple[str, ...], now: float) -> None:
+        """The link did not take the request for these bodies."""
+        self._fetch.not_sent(digests, now)
 
     def arrived(self, message: Body, now: float) -> bool:
         """Whether the body that came with ``message`` is to be checked."""

@@ -63,12 +63,14 @@ class RecordStep(Effect, frozen=True, kw_only=True):
 
 class BuildVersion(Effect, frozen=True, kw_only=True):
     """Make the files of a version durable on this host; ends in ``VersionReady``. With ``whole``
-    it holds full weights and depends on no other version."""
+    it holds full weights and depends on no other version; with ``again`` it holds the weights of
+    its parent, the checkpoint's version, under a new number."""
 
     version: int
     parent: int | None
     step: int
     whole: bool = False
+    again: bool = False
 
 
 class ForgetVersion(Effect, frozen=True, kw_only=True):

@@ -29,6 +29,12 @@ class FromWeightStore(Event, frozen=True, kw_only=True):
     message: Message
 
 
+class NotSent(Event, frozen=True, kw_only=True):
+    """A message could not be handed to its link (the peer is away, or does not keep up)."""
+
+    message: Message
+
+
 class ModelReady(Event, frozen=True, kw_only=True):
     """The model of the checkpoint (or the initial one) is loaded."""
 

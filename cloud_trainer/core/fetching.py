@@ -3,17 +3,19 @@
 What always holds: at most ``window_bytes`` of bodies are asked for and not yet here (one body may
 be larger than that), and at most ``max_open`` of them, as a link holds few messages; a body that
 does not come is asked for again; a job is given up only for what was learnt about its body, never
-because the trajectory log is slow or away; a body that was checked is kept when the batch is
-granted again.
+because the trajectory log is slow or away; a request that never left is made again soon, less and
+less often while the link takes none; a body that was checked is kept when the batch is granted
+again.
 
     waiting -> asked -> checking -> ready
-                  ^        |  damaged: asked again, at most ``tries`` times
-                  +--------+-> bad (missing, damaged, other than its summary)
+       ^          ^        |  damaged: asked again, at most ``tries`` times
+       +- unsent -+--------+-> bad (missing, damaged, other than its summary)
 """
 
 from collections.abc import Sequence
 from enum import Enum
 
+from cloud_trainer.core.backoff import Backoff
 from transport.messages import BodyRequest, GroupRef
 
 MISSING = "body.missing"
@@ -52,12 +54,14 @@ class BatchFetch:
         timeout_s: float,
         missing_retry_s: float,
         tries: int,
+        resend: Backoff,
     ) -> None:
         self._window_bytes = window_bytes
         self._max_open = max_open
         self._timeout_s = timeout_s
         self._missing_retry_s = missing_retry_s
         self._tries = tries
+        self._resend = resend
         self._bodies: dict[str, _Body] = {}
         self._heard: float | None = None
         self._polled = 0.0
@@ -77,6 +81,7 @@ class BatchFetch:
     def arrived(self, digest: str, found: bool, now: float) -> bool:
         """A reply came; true when it has a body that is now to be checked."""
         self._heard = now
+        self._resend.reset()
         body = self._bodies.get(digest)
         if body is None or body.state not in (_State.ASKED, _State.WAITING):
             return False
@@ -134,6 +139,18 @@ class BatchFetch:
         if self._heard is None:
             self._heard = now
         return BodyRequest(digests=tuple(digests))
+
+    def not_sent(self, digests: Sequence[str], now: float) -> None:
+        """The request for these never left. Nothing more is asked for until it is made again,
+        as the link would not take that either; for what was never asked, nobody is waiting."""
+        due = now + self._resend.next_s()
+        for digest, body in self._bodies.items():
+            if body.state is _State.ASKED and digest in digests:
+                body.state, body.due = _State.WAITING, due
+            elif body.state is _State.WAITING:
+                body.due = max(body.due, due)
+        if self.silent_since() is None:
+            self._heard = None
 
     def ask_again(self) -> None:
         """The link was made anew: whatever was asked on the old one is not coming."""

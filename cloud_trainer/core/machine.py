@@ -5,29 +5,34 @@ What always holds:
 1. At most one step runs; steps rise by one; a step is only ever run on the groups that the
    scheduler granted for it, and no job is trained on twice along a lineage.
 2. A version number is the highest ever given plus one and is never given again; its parent is the
-   version that the step started from; weights that are not finite get no version.
+   version that the step started from; weights that are not finite get no version. Who begins
+   below the highest number publishes the checkpoint's weights once more, above it: agents only
+   move to higher numbers, so nothing else leads them away from versions that were given up.
 3. Fewer than ``max_undurable`` versions are on their way to the weight store when a step starts.
 4. A checkpoint counts once its state and the files of its version are durable; it is reported once
    the weight store has that version. A restart begins at a checkpoint that counts.
 5. Everything that the scheduler must know is standing or repeated: ``Hello``, ``BatchRequest``,
    the reports of steps that no later grant has confirmed, the final report. A live trainer that
-   says hello again goes on where it is; only a new incarnation starts from its checkpoint.
+   says hello again goes on where it is; only a new incarnation starts from its checkpoint. A
+   request that its link did not take is made again within ``max_resend_s``.
 
     joining -> loading -> waiting <-> fetching -> stepping -> waiting
                              |                                            any -> exited
                              +-> finishing -> done
 """
 
-from collections import deque
 from typing import Any
 
 from cloud_trainer.core import effects as do
 from cloud_trainer.core import events as on
 from cloud_trainer.core import invariants
+from cloud_trainer.core.backoff import Backoff
 from cloud_trainer.core.batch import Batch, refusals
 from cloud_trainer.core.checkpointing import Checkpoints
 from cloud_trainer.core.effects import Effect, LineageStep
+from cloud_trainer.core.ending import Ending
 from cloud_trainer.core.events import Event
+from cloud_trainer.core.journal import Journal
 from cloud_trainer.core.orders import Orders
 from cloud_trainer.core.phase import Phase
 from cloud_trainer.core.publishing import Publications
@@ -39,8 +44,6 @@ from transport import messages as wire
 from transport.messages import GroupRef, Message
 
 NON_FINITE = "trainer.nonfinite"
-
-_STORY_ENTRIES = 512
 
 
 class TrainerCore:
@@ -60,30 +63,23 @@ class TrainerCore:
         self.step = position.step
         self.head_version = position.version
         self.highest_version = max(position.highest_version, position.version)
-        self.counters: dict[str, int] = {}
-        self.publications = Publications(
-            settings.policy,
-            every_s=settings.offer_every_s,
-            timeout_s=settings.publish_timeout_s,
-        )
+        self.journal = Journal()
+        self.counters = self.journal.counters
+        self.publications = Publications(settings)
         self.checkpoints = Checkpoints(settings.policy, position.step, position.version)
         self.session = SchedulerSession(settings, self.checkpoints.inventory)
         self.batch: Batch | None = None
         self.running: tuple[GroupRef, ...] = ()
         self.trained = TrainedJobs() if trained is None else trained
-        self.most_undurable = max(settings.max_undurable, len(position.pending))
+        self.most_undurable = max(settings.max_undurable, len(position.pending) + 1)
         self._settings = settings
         self._pending = position.pending
         self._orders = Orders(settings.policy)
-        self._leave_due: float | None = None
+        self._ending = Ending(self.checkpoints, self.publications, grace_s=settings.leave_grace_s)
+        self._again: int | None = None
+        self._resend = Backoff(settings.resend_s, settings.max_resend_s)
         self._reports = StepReports(settings.policy)
         self._repeat_due = 0.0
-        self._idle_since = 0.0
-        self._step_started = 0.0
-        self._waited_s = 0.0
-        self._exporting = False
-        self._exported = False
-        self._story: deque[tuple[float, str]] = deque(maxlen=_STORY_ENTRIES)
 
     # ---- the calls of a core ---------------------------------------------------------------
 
@@ -106,21 +102,24 @@ class TrainerCore:
             case on.StepFinished():
                 self._step_finished(event, now, effects)
             case on.VersionReady(version=version, offer=offer):
-                self.publications.ready(version, offer)
+                if self.publications.ready(version, offer) and version == self._again:
+                    self.checkpoints.version = version
             case on.CheckpointWritten(step=step):
                 self.checkpoints.written(step)
             case on.CheckpointCommitted(step=step):
                 if self.checkpoints.committed(step):
-                    self._note(now, f"checkpoint of step {step} counts")
+                    self.journal.note(now, f"checkpoint of step {step} counts")
             case on.ModelExported():
-                self._exported = self._exporting
+                self._ending.exported()
+            case on.NotSent(message=message):
+                self._not_sent(message, now)
             case on.StopRequested():
                 self._orders.leaving = True
-                self._note(now, "asked to leave")
+                self.journal.note(now, "asked to leave")
             case on.Tick():
                 pass
             case _:
-                self._count("event.unknown")
+                self.journal.count("event.unknown")
         if not self._ended(effects, now):
             self._advance(now, effects)
             self._ended(effects, now)
@@ -130,7 +129,7 @@ class TrainerCore:
         """When ``Tick`` is due."""
         if self.phase is Phase.EXITED:
             return None
-        dues = [self.session.next_deadline(), self.publications.next_deadline(), self._leave_due]
+        dues = [self.session.next_deadline(), self.publications.next_deadline(), self._ending.due]
         if self.session.joined and self._repeats():
             dues.append(self._repeat_due)
         if self.batch is not None:
@@ -143,7 +142,7 @@ class TrainerCore:
 
     def story(self, word: str) -> list[str]:
         """What happened lately to a job, step or version; everything for the empty word."""
-        return [f"{at:.3f} {text}" for at, text in self._story if word in text]
+        return self.journal.story(word)
 
     def dump(self) -> dict[str, Any]:
         return {
@@ -169,7 +168,7 @@ class TrainerCore:
                 status = 0 if code == "run.finished" else 1
                 effects.append(do.Exit(status=status, code=code, message=message.message))
             case wire.Refuse(code=code, retry_s=retry_s):
-                self._count(f"refused.{code}")
+                self.journal.count(f"refused.{code}")
                 self.session.refused(retry_s or 0.0, now)
             case wire.HelloRequired():
                 self.session.hello_required(now)
@@ -180,7 +179,7 @@ class TrainerCore:
             case wire.Pong():
                 pass
             case _:
-                self._count("message.unexpected")
+                self.journal.count("message.unexpected")
 
     def _welcomed(self, message: wire.Welcome, now: float, effects: list[Effect]) -> None:
         first = self._orders.run is None
@@ -191,13 +190,13 @@ class TrainerCore:
         self.session.welcomed(message, now)
         self.highest_version = max(self.highest_version, message.highest_version)
         self._repeat_due = now
-        self._note(now, f"welcomed in term {message.term}")
+        self.journal.note(now, f"welcomed in term {message.term}")
         if first and self._orders.run is not None:
             self.phase = Phase.LOADING
             effects.append(do.LoadModel(run=self._orders.run))
 
     def _run_state(self, state: str, now: float, effects: list[Effect]) -> None:
-        self._note(now, f"run is {state}")
+        self.journal.note(now, f"run is {state}")
         self._orders.state(state)
         if state == "finished" and self.phase is Phase.DONE:
             effects.append(do.Exit(status=0, code="run.finished", message="the run is finished"))
@@ -208,77 +207,96 @@ class TrainerCore:
         )
         mine = grant.policy == self._settings.policy and grant.step == self.step + 1
         if not (expected and mine and grant.groups):
-            self._count("grant.ignored")
+            self.journal.count("grant.ignored")
             return
         self._reports.granted(grant.step)
+        self._resend.reset()
         if self.batch is None:
             self.batch = Batch(self._settings, grant.step)
             self.phase = Phase.FETCHING
         effects += self.batch.adopt(grant.groups, self.trained)
         self._repeat_due = now + self._settings.request_every_s
         jobs = " ".join(ref.job for ref in grant.groups)
-        self._note(now, f"step {grant.step} granted: {jobs}")
+        self.journal.note(now, f"step {grant.step} granted: {jobs}")
 
     def _from_log(self, message: Message, now: float, effects: list[Effect]) -> None:
         if not isinstance(message, wire.Body):
-            self._count("message.unexpected")
+            self.journal.count("message.unexpected")
         elif self.batch is not None and self.batch.arrived(message, now):
             effects.append(do.CheckBody(digest=message.digest))
 
     def _body_checked(self, event: on.BodyChecked, now: float) -> None:
         if event.code:
-            self._count(event.code)
+            self.journal.count(event.code)
         if self.batch is not None:
             self.batch.checked(event, now)
+
+    def _not_sent(self, message: Message, now: float) -> None:
+        if isinstance(message, wire.BatchRequest):
+            self._repeat_due = min(self._repeat_due, now + self._resend.next_s())
+        elif isinstance(message, wire.BodyRequest) and self.batch is not None:
+            self.batch.not_sent(message.digests, now)
 
     def _model_ready(self, now: float, effects: list[Effect]) -> None:
         if self.phase is not Phase.LOADING:
             return
         self.phase = Phase.WAITING
-        self._idle_since = self._repeat_due = now
+        self._repeat_due = now
+        self._reports.waiting(now)
         for p in self._pending:
             self.publications.add(p.version, whole=p.whole)
             effects.append(
                 do.BuildVersion(version=p.version, parent=p.parent, step=p.step, whole=p.whole)
             )
+        if self.highest_version > self.head_version:
+            parent = self._next_version(effects, again=True)
+            self._again = self.head_version
+            self.journal.note(
+                now, f"version {parent} published again as version {self.head_version}"
+            )
+
+    def _next_version(self, effects: list[Effect], *, again: bool = False) -> int:
+        """The weights of now get the next number, which is the new head; returns its parent."""
+        self.highest_version += 1
+        parent, self.head_version = self.head_version, self.highest_version
+        self.publications.add(self.head_version, whole=False)
+        effects.append(
+            do.BuildVersion(version=self.head_version, parent=parent, step=self.step, again=again)
+        )
+        return parent
 
     def _step_finished(self, event: on.StepFinished, now: float, effects: list[Effect]) -> None:
         if self.phase is not Phase.STEPPING or event.step != self.step + 1:
-            self._count("step.unexpected")
+            self.journal.count("step.unexpected")
             return
         groups, self.running = self.running, ()
         if not event.finite:
             self._lose_step(groups, now, effects)
             return
         self.step = event.step
-        self.highest_version += 1
-        parent, self.head_version = self.head_version, self.highest_version
         jobs = tuple(ref.job for ref in groups)
         for job in jobs:
             self.trained.add(job)
         self.checkpoints.trained.append(LineageStep(self.step, jobs))
-        self.publications.add(self.head_version, whole=False)
-        effects.append(do.BuildVersion(version=self.head_version, parent=parent, step=self.step))
+        parent = self._next_version(effects)
         if self._orders.checkpoint_due(self.step) and not self.checkpoints.busy:
             effects.append(self.checkpoints.write(self.step, self.head_version))
         report = self._reports.add(
             step=self.step,
             version=self.head_version,
-            busy_s=now - self._step_started,
-            waiting_s=self._waited_s,
             metrics=event.metrics,
             groups=groups,
+            now=now,
         )
         effects.append(do.RecordStep(report=report))
         if self.session.joined:
             effects += self._reports.take(now)
-        self.phase = Phase.WAITING
-        self._idle_since = self._repeat_due = now
-        self._note(now, f"step {self.step} done as version {self.head_version} on {parent}")
+        self.phase, self._repeat_due = Phase.WAITING, now
+        self.journal.note(now, f"step {self.step} done as version {self.head_version} on {parent}")
 
     def _lose_step(self, groups: tuple[GroupRef, ...], now: float, effects: list[Effect]) -> None:
         # The same groups could well do it again, so they are given back for good.
-        self._count(NON_FINITE)
+        self.journal.count(NON_FINITE)
         if self.session.joined:
             codes = dict.fromkeys((ref.job for ref in groups), NON_FINITE)
             effects += refusals(self._settings.policy, self.step + 1, groups, codes)
@@ -304,7 +322,9 @@ class TrainerCore:
         if self.phase is Phase.WAITING and self._orders.ending(self.step):
             self.phase = Phase.FINISHING
         if self.phase is Phase.FINISHING:
-            self._advance_finish(now, effects)
+            effects += self._ending.finish(self.step, self.head_version)
+            if self._ending.finished(self.step):
+                self.phase, self._repeat_due = Phase.DONE, now
         if self.session.joined and self._repeats() and now >= self._repeat_due:
             self._repeat_due = now + self._settings.request_every_s
             self._repeat(now, effects)
@@ -317,14 +337,14 @@ class TrainerCore:
         fresh = batch.newly_bad()
         if fresh:
             for code in fresh.values():
-                self._count(code)
+                self.journal.count(code)
             self._repeat_due = now
         effects += batch.poll(now)
         if batch.complete and self._may_step():
             self.batch, self.running, self.phase = None, batch.groups, Phase.STEPPING
-            self._step_started, self._waited_s = now, now - self._idle_since
+            self._reports.started(now)
             effects.append(do.RunStep(step=batch.step, groups=batch.groups))
-            self._note(now, f"step {batch.step} started")
+            self.journal.note(now, f"step {batch.step} started")
 
     def _may_step(self) -> bool:
         if self._orders.paused or len(self.publications.undurable) >= self._settings.max_undurable:
@@ -332,26 +352,10 @@ class TrainerCore:
         # Its checkpoint would be due while the one before is still being written.
         return not (self.checkpoints.busy and self._orders.checkpoint_due(self.step + 1))
 
-    def _advance_finish(self, now: float, effects: list[Effect]) -> None:
-        if self.step > self.checkpoints.step and not self.checkpoints.busy:
-            effects.append(self.checkpoints.write(self.step, self.head_version))
-        if not self._exporting:
-            self._exporting = True
-            effects.append(do.ExportModel())
-        durable = self.checkpoints.step == self.step and not self.publications.undurable
-        if self._exported and durable:
-            self.phase, self._repeat_due = Phase.DONE, now
-
     def _advance_leaving(self, now: float, effects: list[Effect]) -> None:
-        if self.step > self.checkpoints.step:
-            if not self.checkpoints.busy:
-                effects.append(self.checkpoints.write(self.step, self.head_version))
+        effects += self._ending.save(self.step, self.head_version)
+        if not self._ending.may_leave(self.step, now):
             return
-        if self.publications.undurable:
-            if self._leave_due is None:
-                self._leave_due = now + self._settings.leave_grace_s
-            if now < self._leave_due:
-                return
         if self.session.joined:
             effects.append(do.ToScheduler(message=wire.Goodbye(reason="stopped")))
         text = f"left after step {self.step}"
@@ -389,12 +393,6 @@ class TrainerCore:
         for index, effect in enumerate(effects):
             if isinstance(effect, do.Rollback | do.Exit):
                 self.phase = Phase.EXITED
-                self._note(now, effect.message)
+                self.journal.note(now, effect.message)
                 del effects[index + 1 :]
         return self.phase is Phase.EXITED
-
-    def _count(self, name: str) -> None:
-        self.counters[name] = self.counters.get(name, 0) + 1
-
-    def _note(self, now: float, text: str) -> None:
-        self._story.append((now, text))

@@ -15,6 +15,7 @@ from cloud_trainer.core.effects import (
     Rollback,
     ToWeightStore,
 )
+from cloud_trainer.core.settings import CoreSettings
 from transport.messages import Message, Plane, VersionDurable, VersionOffer, VersionRejected
 
 
@@ -30,10 +31,10 @@ class _Version:
 class Publications:
     """The queue of versions that the weight store may not have yet."""
 
-    def __init__(self, policy: str, *, every_s: float, timeout_s: float) -> None:
-        self._policy = policy
-        self._every_s = every_s
-        self._timeout_s = timeout_s
+    def __init__(self, settings: CoreSettings) -> None:
+        self._policy = settings.policy
+        self._every_s = settings.offer_every_s
+        self._timeout_s = settings.publish_timeout_s
         self._queue: list[_Version] = []
         self._offer_due: float | None = None
         self._heard = 0.0

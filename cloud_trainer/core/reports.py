@@ -1,4 +1,4 @@
-"""Reports of steps that the scheduler may not have seen.
+"""Reports of steps that the scheduler may not have seen, with the time of work and of waiting.
 
 A grant of a later step, which answers a request that was sent after the report, confirms it;
 until then it is sent again with every request and after every ``Welcome``.
@@ -19,25 +19,34 @@ class StepReports:
         self._policy = policy
         self._open: deque[StepReport] = deque(maxlen=_MOST)
         self._sent: dict[int, float] = {}
+        self._idle_since = 0.0
+        self._started = 0.0
+
+    def waiting(self, now: float) -> None:
+        """There is nothing to train on, from now on."""
+        self._idle_since = now
+
+    def started(self, now: float) -> None:
+        """A step begins."""
+        self._started = now
 
     def add(
         self,
         *,
         step: int,
         version: int,
-        busy_s: float,
-        waiting_s: float,
         metrics: dict[str, float],
         groups: tuple[GroupRef, ...],
+        now: float,
     ) -> StepReport:
-        """The report of a step over ``groups``, at least one."""
+        """The report of the step over ``groups``, at least one, that ends now; waiting begins."""
         lags = [ref.policy_lag for ref in groups]
         report = StepReport(
             policy=self._policy,
             step=step,
             version=version,
-            busy_s=busy_s,
-            waiting_s=waiting_s,
+            busy_s=now - self._started,
+            waiting_s=self._started - self._idle_since,
             metrics={
                 **metrics,
                 "groups": float(len(groups)),
@@ -48,6 +57,7 @@ class StepReports:
         if len(self._open) == _MOST:
             self._sent.pop(self._open[0].step, None)
         self._open.append(report)
+        self._idle_since = now
         return report
 
     def granted(self, step: int) -> None:

@@ -4,6 +4,8 @@ Real processes, real sockets with CURVE, real SQLite; the fake engine and the nu
 time constants scaled down. ``test_failures_torch.py`` does the same with torch at real constants.
 """
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -109,15 +111,12 @@ async def test_a_dead_trajectory_log_and_weight_store_are_started_again(
 
 def kill_service(scheduler: int, service: str) -> None:
     """SIGKILL to the scheduler's own child of that name (Linux)."""
-    import os
-    import signal
-
-    wanted = service.replace("-", "_")
+    module = f"scheduler.{service.replace('-', '_')}"
     children = Path(f"/proc/{scheduler}/task/{scheduler}/children").read_text().split()
     found = [
         int(pid)
         for pid in children
-        if wanted in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        if module in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     ]
     assert len(found) == 1, f"{service}: {found}"
     os.kill(found[0], signal.SIGKILL)

@@ -72,7 +72,10 @@ async def test_an_agent_fetches_weights_works_and_leaves_in_order(cloud: AgentCl
         assert group.policies == (POLICY,)
         assert len(group.sequences) == 4
         assert attempt == f"{group.job}#1"
-    await cloud.until(lambda: not cloud.all(Heartbeat)[-1].held)
+    before = len(cloud.all(Heartbeat))
+    await cloud.until(
+        lambda: not cloud.all(Heartbeat)[-1].held and len(cloud.all(Heartbeat)) > before
+    )
     beat = cloud.all(Heartbeat)[-1]
     assert beat.versions[POLICY].digest == cloud.digest()
     assert beat.tokens_generated > 0

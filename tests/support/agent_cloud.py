@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-
 from cloud_trainer.numpy_trainer import make_numpy_model
 from edge_agent.config import AgentConfig, AgentTable, FakeEngineTable
 from edge_agent.daemon import MakeEngine, make_engine, run_daemon

@@ -1,230 +1,62 @@
-"""The edge agent's decisions as stories: events in, effects out, time by hand."""
+"""The edge agent's decisions as stories: being known, attempts, leaving."""
 
-import random
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
+from agent_story import (
+    POLICY,
+    Story,
+    asked,
+    of,
+    offer,
+    one,
+    reason_for,
+    said,
+    summary,
+    welcome,
+)
 
 from edge_agent.core.effects import (
     AbortAttempt,
-    CancelFetch,
-    DiscardCopy,
     DropSpooled,
-    Effect,
     Exit,
-    FetchPlan,
-    OpenCopy,
     RemakeLink,
     RunAttempt,
-    SwapWeights,
     ToScheduler,
     ToTrajectoryLog,
-    ToWeightStore,
 )
 from edge_agent.core.events import (
     AttemptCrashed,
-    BodyLost,
-    CopyDiscarded,
-    CopyOpened,
     DrainRequested,
     Event,
-    FromScheduler,
     FromTrajectoryLog,
     FromWeightStore,
-    GroupGenerated,
     GroupSpooled,
     LinkDown,
     LinkUp,
     Measured,
-    PlanStaged,
     SendFailed,
-    StageFailed,
-    SwapFailed,
     Tick,
-    WeightsSwapped,
 )
-from edge_agent.core.machine import AgentCore
-from edge_agent.core.settings import AgentSettings
 from transport.errors import InvariantViolation
 from transport.messages import (
     AttemptFailed,
     BatchGrant,
     Goodbye,
-    GroupSummary,
     Heartbeat,
     HeartbeatReply,
     HeldAttempt,
     Hello,
     HelloRequired,
-    HostedPolicies,
-    Item,
-    LeaseOffer,
     LeaseReply,
     LeaseRevoke,
-    Message,
     Plane,
-    PlanStep,
     Refuse,
     RewardSpec,
     TrajectoryAck,
-    TrajectoryPut,
-    TrajectoryRefused,
     VersionRef,
-    VersionServing,
     WeightsPlan,
-    WeightsRequest,
-    Welcome,
 )
-
-POLICY = "arithmetic/solver"
-E = TypeVar("E", bound=Effect)
-M = TypeVar("M", bound=Message)
-
-
-def offer(number: int = 1, **changes: Any) -> LeaseOffer:
-    values: dict[str, Any] = {
-        "attempt": f"arithmetic/t-{number:06d}#1",
-        "fence": (1, number),
-        "job": f"arithmetic/t-{number:06d}",
-        "kind": "train",
-        "items": (Item(index=number, prompt="1+1", answer="2"),),
-        "group_size": 4,
-        "workflow": "single_turn",
-        "settings": {},
-        "policies": {"solver": POLICY},
-        "reward": RewardSpec(name="exact"),
-        "max_new_tokens": 8,
-        "temperature": 1.0,
-        "seed": number,
-        "lease_s": 120.0,
-    }
-    return LeaseOffer(**{**values, **changes})
-
-
-def summary(of: LeaseOffer, size_bytes: int = 1000) -> GroupSummary:
-    return GroupSummary(
-        attempt=of.attempt,
-        fence=of.fence,
-        job=of.job,
-        digest=f"digest of {of.attempt}",
-        size_bytes=size_bytes,
-        rewards=(1.0,) * 4,
-        lengths=(3,) * 4,
-        versions={POLICY: (0, 0)},
-        prompt_tokens=3,
-        queued_s=0.0,
-        generating_s=1.0,
-    )
-
-
-def welcome(**changes: Any) -> Welcome:
-    values: dict[str, Any] = {
-        "term": 1,
-        "heartbeat_s": 2.0,
-        "lost_after_s": 12.0,
-        "policies": (POLICY,),
-    }
-    return Welcome(**{**values, **changes})
-
-
-def plan(version: int, steps: int = 1) -> WeightsPlan:
-    step = PlanStep(manifest=b"m", signature=b"s", key_id="k", files=("delta",))
-    return WeightsPlan(policy=POLICY, version=version, steps=(step,) * steps)
-
-
-class Story:
-    """Feeds a core, moves its clock, and looks at what came out since the last look."""
-
-    def __init__(self, spooled: tuple[GroupSummary, ...] = (), **settings: Any) -> None:
-        values: dict[str, Any] = {
-            "slots": 8,
-            "workflows": {"single_turn": "f"},
-            "rewards": ("exact",),
-            "engine": "fake",
-        }
-        self.now = 100.0
-        self.core = AgentCore(
-            AgentSettings(**{**values, **settings}),
-            incarnation=3,
-            build="b",
-            rng=random.Random(0),
-            spooled=spooled,
-            now=self.now,
-        )
-
-    def feed(self, *events: Event) -> list[Effect]:
-        effects: list[Effect] = []
-        for event in events:
-            effects += self.core.handle(event, self.now)
-            self.core.check()
-            due = self.core.next_deadline()
-            assert due is None or due > self.now, "a deadline that is over would spin"
-        return effects
-
-    def scheduler(self, *messages: Message) -> list[Effect]:
-        return self.feed(*(FromScheduler(message=message) for message in messages))
-
-    def wait(self, seconds: float) -> list[Effect]:
-        """Let time pass from deadline to deadline, as the shell would."""
-        end, effects = self.now + seconds, []
-        for _ in range(10_000):
-            due = self.core.next_deadline()
-            if due is None or due > end:
-                break
-            self.now = max(due, self.now)
-            effects += self.feed(Tick())
-        self.now = end
-        return effects
-
-    def up(self, version: int | None = 0) -> "Story":
-        """Welcomed, hosting the policy at ``version``."""
-        self.feed(Tick())
-        self.scheduler(welcome())
-        self.feed(CopyOpened(policy=POLICY, version=version, digest=f"d{version}"))
-        return self
-
-    def serve(self, version: int) -> list[Effect]:
-        """The whole way to a new version."""
-        fetched = one(FetchPlan, self.feed(FromWeightStore(message=plan(version))))
-        self.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket))
-        return self.feed(self.swapped(version, fetched.ticket))
-
-    @staticmethod
-    def swapped(version: int, ticket: int) -> WeightsSwapped:
-        return WeightsSwapped(
-            policy=POLICY, ticket=ticket, version=version, digest=f"d{version}", pause_s=0.01
-        )
-
-    def spool(self, of: LeaseOffer, size_bytes: int = 1000) -> list[Effect]:
-        return self.feed(
-            GroupGenerated(attempt=of.attempt, fence=of.fence),
-            GroupSpooled(summary=summary(of, size_bytes)),
-        )
-
-
-def of(kind: type[E], effects: list[Effect]) -> list[E]:
-    return [effect for effect in effects if isinstance(effect, kind)]
-
-
-def one(kind: type[E], effects: list[Effect]) -> E:
-    (found,) = of(kind, effects)
-    return found
-
-
-def said(kind: type[M], effects: list[Effect]) -> list[M]:
-    """Messages of a kind to the scheduler."""
-    return [e.message for e in of(ToScheduler, effects) if isinstance(e.message, kind)]
-
-
-def asked(effects: list[Effect]) -> list[WeightsRequest]:
-    return [e.message for e in of(ToWeightStore, effects) if isinstance(e.message, WeightsRequest)]
-
-
-def reason_for(effects: list[Effect]) -> str:
-    (reply,) = said(LeaseReply, effects)
-    assert reply.accepted is (reply.reason == "")
-    return reply.reason
-
 
 # ---- being known ---------------------------------------------------------------------------
 
@@ -476,282 +308,6 @@ def test_revoked_and_unknown_attempts_are_dropped_wherever_they_stand() -> None:
     assert one(DropSpooled, effects).attempt == offer(3).attempt
     late = story.feed(GroupSpooled(summary=summary(offer(2))))
     assert one(DropSpooled, late).attempt == offer(2).attempt
-
-
-# ---- outbox --------------------------------------------------------------------------------
-
-
-def test_what_was_spooled_before_a_restart_is_offered_again_and_sent_at_once() -> None:
-    story = Story(spooled=(summary(offer(1)),))
-    effects = story.feed(Tick())
-    (hello,) = said(Hello, effects)
-    assert hello.agent is not None
-    assert hello.agent.held == (HeldAttempt(attempt=offer(1).attempt, fence=(1, 1), spooled=True),)
-    assert one(ToTrajectoryLog, effects).summary == summary(offer(1))
-
-
-def test_the_window_bounds_bytes_and_messages_under_way() -> None:
-    spooled = tuple(summary(offer(n)) for n in range(6))
-    story = Story(spooled=spooled, upload_window_bytes=2500)
-    assert len(of(ToTrajectoryLog, story.feed(Tick()))) == 2
-    ack = TrajectoryAck(attempt=spooled[0].attempt, digest=spooled[0].digest)
-    (sent,) = of(ToTrajectoryLog, story.feed(FromTrajectoryLog(message=ack)))
-    assert sent.summary == spooled[2]
-    assert len(of(ToTrajectoryLog, Story(spooled, upload_window_messages=3).feed(Tick()))) == 3
-    assert len(of(ToTrajectoryLog, Story(spooled, upload_window_bytes=10).feed(Tick()))) == 1
-
-
-def test_a_silent_log_gets_everything_again_over_a_new_link_ever_more_slowly() -> None:
-    story = Story(spooled=(summary(offer(1)), summary(offer(2)))).up()
-    times = []
-    for _ in range(1200):
-        if RemakeLink(plane=Plane.TRAJECTORIES) in (effects := story.wait(0.5)):
-            times.append(story.now - 100.0)
-            assert len(of(ToTrajectoryLog, effects)) == 2
-    assert times == pytest.approx([30.0, 90.0, 210.0, 450.0], abs=0.6)
-    ack = TrajectoryAck(attempt=offer(1).attempt, digest=summary(offer(1)).digest)
-    story.feed(FromTrajectoryLog(message=ack))
-    assert RemakeLink(plane=Plane.TRAJECTORIES) in story.wait(31.0)
-
-
-def test_a_body_that_the_link_did_not_take_is_sent_a_little_later() -> None:
-    story = Story(spooled=(summary(offer(1)),)).up()
-    put = TrajectoryPut(summary=summary(offer(1)))
-    assert of(ToTrajectoryLog, story.feed(SendFailed(plane=Plane.TRAJECTORIES, message=put))) == []
-    assert one(ToTrajectoryLog, story.wait(0.2)).summary == summary(offer(1))
-
-
-def test_a_refused_body_is_dropped_and_its_attempt_fails() -> None:
-    story = Story(spooled=(summary(offer(1)),)).up()
-    refused = TrajectoryRefused(
-        attempt=offer(1).attempt, digest=summary(offer(1)).digest, code="log.size", message="big"
-    )
-    effects = story.feed(FromTrajectoryLog(message=refused))
-    assert len(of(DropSpooled, effects)) == 1
-    assert said(AttemptFailed, effects)[0].code == "log.size"
-    other = TrajectoryAck(attempt=offer(1).attempt, digest="another digest")
-    story.feed(FromTrajectoryLog(message=other))
-    assert story.core.status().counters["ack.unknown"] == 1
-
-
-def test_a_body_lost_on_disk_fails_its_attempt() -> None:
-    story = Story(spooled=(summary(offer(1)),)).up()
-    digest = summary(offer(1)).digest
-    other = BodyLost(attempt=offer(1).attempt, digest="other", code="store")
-    assert story.feed(other) == []
-    lost = BodyLost(attempt=offer(1).attempt, digest=digest, code="integrity.checksum")
-    effects = story.feed(lost)
-    assert one(DropSpooled, effects).digest == digest
-    assert said(AttemptFailed, effects)[0].code == "integrity.checksum"
-
-
-# ---- weights -------------------------------------------------------------------------------
-
-
-def test_a_policy_is_opened_fetched_staged_swapped_and_announced() -> None:
-    story = Story()
-    story.feed(Tick())
-    assert one(OpenCopy, story.scheduler(welcome())).policy == POLICY
-    (request,) = asked(story.feed(CopyOpened(policy=POLICY, version=None)))
-    assert (request.have_version, request.upto) == (None, None)
-    assert story.core.status().policies == {POLICY: ("idle", None)}
-    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(0))))
-    assert story.feed(FromWeightStore(message=plan(0))) == []
-    assert one(SwapWeights, story.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket)))
-    effects = story.feed(story.swapped(0, fetched.ticket))
-    (serving,) = said(VersionServing, effects)
-    assert (serving.version, serving.digest, serving.pause_s) == (0, "d0", 0.01)
-    assert asked(effects)[0].have_version == 0
-
-
-def test_a_copy_on_disk_serves_before_anything_is_fetched() -> None:
-    story = Story()
-    story.feed(Tick())
-    story.scheduler(welcome())
-    effects = story.feed(CopyOpened(policy=POLICY, version=7, digest="d7"))
-    assert said(VersionServing, effects)[0].version == 7
-    assert asked(effects)[0].have_digest == "d7"
-
-
-def test_the_request_stands_and_is_repeated() -> None:
-    story = Story().up(version=2)
-    assert [request.have_version for request in asked(story.wait(15.1))] == [2, 2, 2]
-    assert story.feed(FromWeightStore(message=plan(2))) == []
-    assert story.feed(FromWeightStore(message=plan(3, steps=0))) == []
-    one(FetchPlan, story.feed(FromWeightStore(message=plan(3))))
-    assert asked(story.wait(60.0)) == []
-
-
-def test_work_waits_for_its_first_weights_and_goes_on_through_later_swaps() -> None:
-    story = Story().up(version=None)
-    effects = story.scheduler(offer())
-    assert reason_for(effects) == ""
-    assert of(RunAttempt, effects) == []
-    story.now += 3.0
-    assert one(RunAttempt, story.serve(0)).queued_s == pytest.approx(3.0)
-    assert of(AbortAttempt, story.serve(1)) == []
-
-
-def test_network_trouble_backs_off_and_keeps_serving() -> None:
-    story = Story().up(version=1)
-    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
-    story.feed(StageFailed(policy=POLICY, ticket=fetched.ticket, code="link.unreachable"))
-    assert one(RunAttempt, story.scheduler(offer()))
-    (request, *_) = asked(story.wait(1.0))
-    assert request.have_version == 1
-
-
-def test_a_wrong_base_discards_the_copy_and_no_job_is_taken_until_it_is_healed() -> None:
-    story = Story().up(version=1)
-    story.scheduler(offer(1))
-    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
-    effects = story.feed(
-        StageFailed(policy=POLICY, ticket=fetched.ticket, code="integrity.base", detail="x")
-    )
-    assert one(DiscardCopy, effects).policy == POLICY
-    assert of(AbortAttempt, effects) == []
-    assert reason_for(story.scheduler(offer(2))) == "weights_unavailable"
-    story.feed(CopyDiscarded(policy=POLICY))
-    (request, *_) = asked(story.wait(1.0))
-    assert request.have_version is None
-    story.serve(2)
-    assert reason_for(story.scheduler(offer(3))) == ""
-
-
-def test_two_failed_verifications_in_a_row_discard_the_copy() -> None:
-    story = Story().up(version=1)
-    for last in (False, True):
-        fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
-        failed = StageFailed(policy=POLICY, ticket=fetched.ticket, code="integrity.checksum")
-        assert bool(of(DiscardCopy, story.feed(failed))) is last
-        story.wait(1.0)
-
-
-def test_a_failed_swap_aborts_what_runs_on_the_unknown_weights() -> None:
-    story = Story().up(version=1)
-    story.scheduler(offer(1), offer(2))
-    story.feed(GroupGenerated(attempt=offer(1).attempt, fence=(1, 1)))
-    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
-    story.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket))
-    effects = story.feed(SwapFailed(policy=POLICY, ticket=fetched.ticket, code="engine.apply"))
-    assert one(DiscardCopy, effects)
-    assert one(AbortAttempt, effects).attempt == offer(2).attempt
-    assert [failed.code for failed in said(AttemptFailed, effects)] == ["weights.unverified"]
-    assert one(ToTrajectoryLog, story.feed(GroupSpooled(summary=summary(offer(1)))))
-
-
-def test_back_off_grows_and_is_bounded() -> None:
-    story = Story(backoff_max_s=4.0).up(version=None)
-    waits = []
-    for _ in range(40):
-        fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(1))))
-        story.feed(StageFailed(policy=POLICY, ticket=fetched.ticket, code="link"))
-        began = story.now
-        while not asked(story.wait(0.05)):
-            pass
-        waits.append(story.now - began)
-    assert max(waits) <= 4.1
-    assert max(waits[:2]) <= 2.1
-    assert max(waits) > 2.5
-
-
-def test_pinned_work_waits_for_its_version_and_holds_the_copy_there() -> None:
-    story = Story().up(version=1)
-    effects = story.scheduler(offer(1, pinned={POLICY: 3}))
-    assert of(RunAttempt, effects) == []
-    assert [request.upto for request in asked(effects)] == [3]
-    story.serve(2)
-    assert of(FetchPlan, story.feed(FromWeightStore(message=plan(4)))) == []
-    assert one(RunAttempt, story.serve(3)).offer == offer(1, pinned={POLICY: 3})
-    assert of(FetchPlan, story.feed(FromWeightStore(message=plan(4)))) == []
-    effects = story.feed(GroupGenerated(attempt=offer(1).attempt, fence=(1, 1)))
-    assert [request.upto for request in asked(effects)] == [None]
-    one(FetchPlan, story.feed(FromWeightStore(message=plan(4))))
-
-
-def test_pinned_work_stops_a_fetch_that_would_go_beyond() -> None:
-    story = Story().up(version=1)
-    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(5))))
-    effects = story.scheduler(offer(1, pinned={"solver": 2}))
-    assert one(CancelFetch, effects).ticket == fetched.ticket
-    assert asked(effects)[0].upto == 2
-    assert story.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket)) == []
-    assert one(RunAttempt, story.serve(2))
-
-
-def test_pinned_work_is_declined_once_a_swap_beyond_it_has_begun() -> None:
-    story = Story().up(version=1)
-    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(5))))
-    story.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket))
-    assert reason_for(story.scheduler(offer(1, pinned={POLICY: 2}))) == "version_passed"
-    assert reason_for(story.scheduler(offer(2, pinned={POLICY: 5}))) == ""
-    assert one(RunAttempt, story.feed(story.swapped(5, fetched.ticket)))
-
-
-def test_the_oldest_of_several_pins_holds_the_copy() -> None:
-    story = Story().up(version=1)
-    story.scheduler(offer(1, pinned={POLICY: 3}), offer(2, pinned={POLICY: 2}))
-    assert of(FetchPlan, story.feed(FromWeightStore(message=plan(3)))) == []
-    assert one(RunAttempt, story.serve(2)).offer.attempt == offer(2).attempt
-    revoke = LeaseRevoke(attempt=offer(2).attempt, fence=(1, 2), reason="done")
-    assert asked(story.scheduler(revoke))[0].upto == 3
-    assert one(RunAttempt, story.serve(3)).offer.attempt == offer(1).attempt
-
-
-def test_work_that_waits_too_long_for_weights_is_handed_back() -> None:
-    story = Story(attempt_timeout_s=50.0).up(version=1)
-    story.scheduler(offer(1, pinned={POLICY: 9}))
-    (failure,) = said(AttemptFailed, story.wait(50.5))
-    assert failure.code == "weights.timeout"
-
-
-def test_a_policy_no_longer_hosted_gets_its_last_version_and_is_dropped_later() -> None:
-    story = Story(linger_s=60.0).up(version=1)
-    story.scheduler(offer(1), offer(2, pinned={POLICY: 9}))
-    effects = story.scheduler(HostedPolicies(policies=("new/solver",)))
-    assert [failed.attempt for failed in said(AttemptFailed, effects)] == [offer(2).attempt]
-    assert reason_for(story.scheduler(offer(3))) == "policy_unknown"
-    assert said(VersionServing, story.serve(2))[0].version == 2
-    assert of(DiscardCopy, story.wait(70.0)) == []
-    assert one(DiscardCopy, story.spool(offer(1))).policy == POLICY
-    story.feed(CopyDiscarded(policy=POLICY))
-    assert set(story.core.status().policies) == {"new/solver"}
-
-
-def test_a_policy_hosted_again_within_its_time_is_kept() -> None:
-    story = Story(linger_s=60.0).up(version=1)
-    story.scheduler(HostedPolicies(policies=()))
-    story.wait(59.0)
-    story.scheduler(HostedPolicies(policies=(POLICY,)))
-    assert of(DiscardCopy, story.wait(100.0)) == []
-    assert reason_for(story.scheduler(offer(1))) == ""
-
-
-def test_a_policy_hosted_again_while_its_copy_is_dropped_starts_from_nothing() -> None:
-    story = Story(linger_s=60.0).up(version=1)
-    story.scheduler(HostedPolicies(policies=()))
-    assert one(DiscardCopy, story.wait(60.5)).policy == POLICY
-    story.scheduler(HostedPolicies(policies=(POLICY,)))
-    (request,) = asked(story.feed(CopyDiscarded(policy=POLICY)))
-    assert request.have_version is None
-
-
-def test_late_reports_about_weights_change_nothing() -> None:
-    story = Story().up(version=1)
-    before = story.core.dump()
-    story.feed(
-        CopyOpened(policy=POLICY, version=9, digest="d9"),
-        PlanStaged(policy=POLICY, ticket=4),
-        story.swapped(9, 4),
-        SwapFailed(policy=POLICY, ticket=4, code="engine.apply"),
-        StageFailed(policy=POLICY, ticket=4, code="link"),
-        CopyDiscarded(policy=POLICY),
-        CopyDiscarded(policy="un/known"),
-        PlanStaged(policy="un/known", ticket=1),
-    )
-    after = story.core.dump()
-    after["status"]["counters"] = before["status"]["counters"]
-    assert after == before
 
 
 # ---- leaving -------------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+"""The edge agent's spool and uplink decisions, as stories."""
+
+import pytest
+from agent_story import (
+    Story,
+    of,
+    offer,
+    one,
+    said,
+    summary,
+)
+
+from edge_agent.core.effects import (
+    DropSpooled,
+    RemakeLink,
+    ToTrajectoryLog,
+)
+from edge_agent.core.events import (
+    BodyLost,
+    FromTrajectoryLog,
+    SendFailed,
+    Tick,
+)
+from transport.messages import (
+    AttemptFailed,
+    HeldAttempt,
+    Hello,
+    Plane,
+    TrajectoryAck,
+    TrajectoryPut,
+    TrajectoryRefused,
+)
+
+
+def test_what_was_spooled_before_a_restart_is_offered_again_and_sent_at_once() -> None:
+    story = Story(spooled=(summary(offer(1)),))
+    effects = story.feed(Tick())
+    (hello,) = said(Hello, effects)
+    assert hello.agent is not None
+    assert hello.agent.held == (HeldAttempt(attempt=offer(1).attempt, fence=(1, 1), spooled=True),)
+    assert one(ToTrajectoryLog, effects).summary == summary(offer(1))
+
+
+def test_the_window_bounds_bytes_and_messages_under_way() -> None:
+    spooled = tuple(summary(offer(n)) for n in range(6))
+    story = Story(spooled=spooled, upload_window_bytes=2500)
+    assert len(of(ToTrajectoryLog, story.feed(Tick()))) == 2
+    ack = TrajectoryAck(attempt=spooled[0].attempt, digest=spooled[0].digest)
+    (sent,) = of(ToTrajectoryLog, story.feed(FromTrajectoryLog(message=ack)))
+    assert sent.summary == spooled[2]
+    assert len(of(ToTrajectoryLog, Story(spooled, upload_window_messages=3).feed(Tick()))) == 3
+    assert len(of(ToTrajectoryLog, Story(spooled, upload_window_bytes=10).feed(Tick()))) == 1
+
+
+def test_a_silent_log_gets_everything_again_over_a_new_link_ever_more_slowly() -> None:
+    story = Story(spooled=(summary(offer(1)), summary(offer(2)))).up()
+    times = []
+    for _ in range(1200):
+        if RemakeLink(plane=Plane.TRAJECTORIES) in (effects := story.wait(0.5)):
+            times.append(story.now - 100.0)
+            assert len(of(ToTrajectoryLog, effects)) == 2
+    assert times == pytest.approx([30.0, 90.0, 210.0, 450.0], abs=0.6)
+    ack = TrajectoryAck(attempt=offer(1).attempt, digest=summary(offer(1)).digest)
+    story.feed(FromTrajectoryLog(message=ack))
+    assert RemakeLink(plane=Plane.TRAJECTORIES) in story.wait(31.0)
+
+
+def test_a_body_that_the_link_did_not_take_is_sent_a_little_later() -> None:
+    story = Story(spooled=(summary(offer(1)),)).up()
+    put = TrajectoryPut(summary=summary(offer(1)))
+    assert of(ToTrajectoryLog, story.feed(SendFailed(plane=Plane.TRAJECTORIES, message=put))) == []
+    assert one(ToTrajectoryLog, story.wait(0.2)).summary == summary(offer(1))
+
+
+def test_a_refused_body_is_dropped_and_its_attempt_fails() -> None:
+    story = Story(spooled=(summary(offer(1)),)).up()
+    refused = TrajectoryRefused(
+        attempt=offer(1).attempt, digest=summary(offer(1)).digest, code="log.size", message="big"
+    )
+    effects = story.feed(FromTrajectoryLog(message=refused))
+    assert len(of(DropSpooled, effects)) == 1
+    assert said(AttemptFailed, effects)[0].code == "log.size"
+    other = TrajectoryAck(attempt=offer(1).attempt, digest="another digest")
+    story.feed(FromTrajectoryLog(message=other))
+    assert story.core.status().counters["ack.unknown"] == 1
+
+
+def test_a_body_lost_on_disk_fails_its_attempt() -> None:
+    story = Story(spooled=(summary(offer(1)),)).up()
+    digest = summary(offer(1)).digest
+    other = BodyLost(attempt=offer(1).attempt, digest="other", code="store")
+    assert story.feed(other) == []
+    lost = BodyLost(attempt=offer(1).attempt, digest=digest, code="integrity.checksum")
+    effects = story.feed(lost)
+    assert one(DropSpooled, effects).digest == digest
+    assert said(AttemptFailed, effects)[0].code == "integrity.checksum"

@@ -1,0 +1,250 @@
+"""The edge agent's decisions about weights, as stories."""
+
+import pytest
+from agent_story import (
+    POLICY,
+    Story,
+    asked,
+    of,
+    offer,
+    one,
+    plan,
+    reason_for,
+    said,
+    summary,
+    welcome,
+)
+
+from edge_agent.core.effects import (
+    AbortAttempt,
+    CancelFetch,
+    DiscardCopy,
+    FetchPlan,
+    OpenCopy,
+    RunAttempt,
+    SwapWeights,
+    ToTrajectoryLog,
+)
+from edge_agent.core.events import (
+    CopyDiscarded,
+    CopyOpened,
+    FromWeightStore,
+    GroupGenerated,
+    GroupSpooled,
+    PlanStaged,
+    StageFailed,
+    SwapFailed,
+    Tick,
+)
+from transport.messages import (
+    AttemptFailed,
+    HostedPolicies,
+    LeaseRevoke,
+    VersionServing,
+)
+
+
+def test_a_policy_is_opened_fetched_staged_swapped_and_announced() -> None:
+    story = Story()
+    story.feed(Tick())
+    assert one(OpenCopy, story.scheduler(welcome())).policy == POLICY
+    (request,) = asked(story.feed(CopyOpened(policy=POLICY, version=None)))
+    assert (request.have_version, request.upto) == (None, None)
+    assert story.core.status().policies == {POLICY: ("idle", None)}
+    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(0))))
+    assert story.feed(FromWeightStore(message=plan(0))) == []
+    assert one(SwapWeights, story.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket)))
+    effects = story.feed(story.swapped(0, fetched.ticket))
+    (serving,) = said(VersionServing, effects)
+    assert (serving.version, serving.digest, serving.pause_s) == (0, "d0", 0.01)
+    assert asked(effects)[0].have_version == 0
+
+
+def test_a_copy_on_disk_serves_before_anything_is_fetched() -> None:
+    story = Story()
+    story.feed(Tick())
+    story.scheduler(welcome())
+    effects = story.feed(CopyOpened(policy=POLICY, version=7, digest="d7"))
+    assert said(VersionServing, effects)[0].version == 7
+    assert asked(effects)[0].have_digest == "d7"
+
+
+def test_the_request_stands_and_is_repeated() -> None:
+    story = Story().up(version=2)
+    assert [request.have_version for request in asked(story.wait(15.1))] == [2, 2, 2]
+    assert story.feed(FromWeightStore(message=plan(2))) == []
+    assert story.feed(FromWeightStore(message=plan(3, steps=0))) == []
+    one(FetchPlan, story.feed(FromWeightStore(message=plan(3))))
+    assert asked(story.wait(60.0)) == []
+
+
+def test_work_waits_for_its_first_weights_and_goes_on_through_later_swaps() -> None:
+    story = Story().up(version=None)
+    effects = story.scheduler(offer())
+    assert reason_for(effects) == ""
+    assert of(RunAttempt, effects) == []
+    story.now += 3.0
+    assert one(RunAttempt, story.serve(0)).queued_s == pytest.approx(3.0)
+    assert of(AbortAttempt, story.serve(1)) == []
+
+
+def test_network_trouble_backs_off_and_keeps_serving() -> None:
+    story = Story().up(version=1)
+    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
+    story.feed(StageFailed(policy=POLICY, ticket=fetched.ticket, code="link.unreachable"))
+    assert one(RunAttempt, story.scheduler(offer()))
+    (request, *_) = asked(story.wait(1.0))
+    assert request.have_version == 1
+
+
+def test_a_wrong_base_discards_the_copy_and_no_job_is_taken_until_it_is_healed() -> None:
+    story = Story().up(version=1)
+    story.scheduler(offer(1))
+    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
+    effects = story.feed(
+        StageFailed(policy=POLICY, ticket=fetched.ticket, code="integrity.base", detail="x")
+    )
+    assert one(DiscardCopy, effects).policy == POLICY
+    assert of(AbortAttempt, effects) == []
+    assert reason_for(story.scheduler(offer(2))) == "weights_unavailable"
+    story.feed(CopyDiscarded(policy=POLICY))
+    (request, *_) = asked(story.wait(1.0))
+    assert request.have_version is None
+    story.serve(2)
+    assert reason_for(story.scheduler(offer(3))) == ""
+
+
+def test_two_failed_verifications_in_a_row_discard_the_copy() -> None:
+    story = Story().up(version=1)
+    for last in (False, True):
+        fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
+        failed = StageFailed(policy=POLICY, ticket=fetched.ticket, code="integrity.checksum")
+        assert bool(of(DiscardCopy, story.feed(failed))) is last
+        story.wait(1.0)
+
+
+def test_a_failed_swap_aborts_what_runs_on_the_unknown_weights() -> None:
+    story = Story().up(version=1)
+    story.scheduler(offer(1), offer(2))
+    story.feed(GroupGenerated(attempt=offer(1).attempt, fence=(1, 1)))
+    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
+    story.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket))
+    effects = story.feed(SwapFailed(policy=POLICY, ticket=fetched.ticket, code="engine.apply"))
+    assert one(DiscardCopy, effects)
+    assert one(AbortAttempt, effects).attempt == offer(2).attempt
+    assert [failed.code for failed in said(AttemptFailed, effects)] == ["weights.unverified"]
+    assert one(ToTrajectoryLog, story.feed(GroupSpooled(summary=summary(offer(1)))))
+
+
+def test_back_off_grows_and_is_bounded() -> None:
+    story = Story(backoff_max_s=4.0).up(version=None)
+    waits = []
+    for _ in range(40):
+        fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(1))))
+        story.feed(StageFailed(policy=POLICY, ticket=fetched.ticket, code="link"))
+        began = story.now
+        while not asked(story.wait(0.05)):
+            pass
+        waits.append(story.now - began)
+    assert max(waits) <= 4.1
+    assert max(waits[:2]) <= 2.1
+    assert max(waits) > 2.5
+
+
+def test_pinned_work_waits_for_its_version_and_holds_the_copy_there() -> None:
+    story = Story().up(version=1)
+    effects = story.scheduler(offer(1, pinned={POLICY: 3}))
+    assert of(RunAttempt, effects) == []
+    assert [request.upto for request in asked(effects)] == [3]
+    story.serve(2)
+    assert of(FetchPlan, story.feed(FromWeightStore(message=plan(4)))) == []
+    assert one(RunAttempt, story.serve(3)).offer == offer(1, pinned={POLICY: 3})
+    assert of(FetchPlan, story.feed(FromWeightStore(message=plan(4)))) == []
+    effects = story.feed(GroupGenerated(attempt=offer(1).attempt, fence=(1, 1)))
+    assert [request.upto for request in asked(effects)] == [None]
+    one(FetchPlan, story.feed(FromWeightStore(message=plan(4))))
+
+
+def test_pinned_work_stops_a_fetch_that_would_go_beyond() -> None:
+    story = Story().up(version=1)
+    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(5))))
+    effects = story.scheduler(offer(1, pinned={"solver": 2}))
+    assert one(CancelFetch, effects).ticket == fetched.ticket
+    assert asked(effects)[0].upto == 2
+    assert story.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket)) == []
+    assert one(RunAttempt, story.serve(2))
+
+
+def test_pinned_work_is_declined_once_a_swap_beyond_it_has_begun() -> None:
+    story = Story().up(version=1)
+    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(5))))
+    story.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket))
+    assert reason_for(story.scheduler(offer(1, pinned={POLICY: 2}))) == "version_passed"
+    assert reason_for(story.scheduler(offer(2, pinned={POLICY: 5}))) == ""
+    assert one(RunAttempt, story.feed(story.swapped(5, fetched.ticket)))
+
+
+def test_the_oldest_of_several_pins_holds_the_copy() -> None:
+    story = Story().up(version=1)
+    story.scheduler(offer(1, pinned={POLICY: 3}), offer(2, pinned={POLICY: 2}))
+    assert of(FetchPlan, story.feed(FromWeightStore(message=plan(3)))) == []
+    assert one(RunAttempt, story.serve(2)).offer.attempt == offer(2).attempt
+    revoke = LeaseRevoke(attempt=offer(2).attempt, fence=(1, 2), reason="done")
+    assert asked(story.scheduler(revoke))[0].upto == 3
+    assert one(RunAttempt, story.serve(3)).offer.attempt == offer(1).attempt
+
+
+def test_work_that_waits_too_long_for_weights_is_handed_back() -> None:
+    story = Story(attempt_timeout_s=50.0).up(version=1)
+    story.scheduler(offer(1, pinned={POLICY: 9}))
+    (failure,) = said(AttemptFailed, story.wait(50.5))
+    assert failure.code == "weights.timeout"
+
+
+def test_a_policy_no_longer_hosted_gets_its_last_version_and_is_dropped_later() -> None:
+    story = Story(linger_s=60.0).up(version=1)
+    story.scheduler(offer(1), offer(2, pinned={POLICY: 9}))
+    effects = story.scheduler(HostedPolicies(policies=("new/solver",)))
+    assert [failed.attempt for failed in said(AttemptFailed, effects)] == [offer(2).attempt]
+    assert reason_for(story.scheduler(offer(3))) == "policy_unknown"
+    assert said(VersionServing, story.serve(2))[0].version == 2
+    assert of(DiscardCopy, story.wait(70.0)) == []
+    assert one(DiscardCopy, story.spool(offer(1))).policy == POLICY
+    story.feed(CopyDiscarded(policy=POLICY))
+    assert set(story.core.status().policies) == {"new/solver"}
+
+
+def test_a_policy_hosted_again_within_its_time_is_kept() -> None:
+    story = Story(linger_s=60.0).up(version=1)
+    story.scheduler(HostedPolicies(policies=()))
+    story.wait(59.0)
+    story.scheduler(HostedPolicies(policies=(POLICY,)))
+    assert of(DiscardCopy, story.wait(100.0)) == []
+    assert reason_for(story.scheduler(offer(1))) == ""
+
+
+def test_a_policy_hosted_again_while_its_copy_is_dropped_starts_from_nothing() -> None:
+    story = Story(linger_s=60.0).up(version=1)
+    story.scheduler(HostedPolicies(policies=()))
+    assert one(DiscardCopy, story.wait(60.5)).policy == POLICY
+    story.scheduler(HostedPolicies(policies=(POLICY,)))
+    (request,) = asked(story.feed(CopyDiscarded(policy=POLICY)))
+    assert request.have_version is None
+
+
+def test_late_reports_about_weights_change_nothing() -> None:
+    story = Story().up(version=1)
+    before = story.core.dump()
+    story.feed(
+        CopyOpened(policy=POLICY, version=9, digest="d9"),
+        PlanStaged(policy=POLICY, ticket=4),
+        story.swapped(9, 4),
+        SwapFailed(policy=POLICY, ticket=4, code="engine.apply"),
+        StageFailed(policy=POLICY, ticket=4, code="link"),
+        CopyDiscarded(policy=POLICY),
+        CopyDiscarded(policy="un/known"),
+        PlanStaged(policy="un/known", ticket=1),
+    )
+    after = story.core.dump()
+    after["status"]["counters"] = before["status"]["counters"]
+    assert after == before
