@@ -85,12 +85,14 @@ class Outbox:
             StoreError: the disk refused.
         """
         known = self._again
-        newest = known.version if known and (known.of, known.step) == (version, step) else version
+        newest = version
+        if known and (known.of, known.step) == (version, step) and not self._broken(known.version):
+            newest = known.version
         for number in sorted(self._versions):
             # A crash may have come between a version and its note.
             manifest = self._versions[number].manifest
             same = manifest.step == step and manifest.digest == manifest.base_digest
-            if manifest.parent == newest and same:
+            if manifest.parent == newest and same and not self._broken(number):
                 newest = number
                 self._note(_Again(of=version, step=step, version=number))
         return newest
@@ -179,6 +181,10 @@ class Outbox:
             for stored in self._versions.values()
             for entry in stored.manifest.files
         }
+
+    def _broken(self, version: int) -> bool:
+        """Whether a version is listed, but cannot be offered any more."""
+        return version in self._versions and self.offer(version) is None
 
     def _note(self, again: _Again) -> None:
         atomic_write(self._again_path, msgspec.json.encode(again))

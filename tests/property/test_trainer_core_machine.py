@@ -1,15 +1,17 @@
 """The trainer core under every interleaving of messages, work, losses, restarts and rollbacks.
 
 ``TrainerWorld`` asserts while it plays: one step at a time, version numbers that rise over all
-incarnations, offers only of durable files, checkpoints only of publishable versions, reports only
-of what is durable, no job twice along the lineage of any checkpoint. At the end of each run all
-faults cease, and the trainer must finish.
+incarnations, a head that is the highest of them after every recovery, offers only of durable
+files, checkpoints only of publishable versions, reports only of what is durable, no job twice
+along the lineage of any checkpoint. Its scheduler follows the trainer only to numbers that are
+new. At the end of each run all faults cease, and the trainer must finish.
 """
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from trainer_world import QUEUES, THREADS, TrainerWorld, make_run
+from trainer_peers import make_run
+from trainer_world import QUEUES, THREADS, TrainerWorld
 
 from cloud_trainer.core import events as on
 from cloud_trainer.core.phase import Phase
@@ -48,6 +50,10 @@ class TrainerMachine(RuleBasedStateMachine):
     @rule(queue=st.sampled_from(QUEUES))
     def cut(self, queue: str) -> None:
         getattr(self.world, queue).clear()
+
+    @rule(queue=st.sampled_from(("to_scheduler", "to_log")))
+    def link_goes_away_or_comes_back(self, queue: str) -> None:
+        self.world.unreachable ^= {queue}
 
     @rule(queue=st.sampled_from(("from_scheduler", "from_log", "from_store", "to_scheduler")))
     def repeat(self, queue: str) -> None:
@@ -121,6 +127,7 @@ class TrainerMachine(RuleBasedStateMachine):
             return
         world = self.world
         world.poison = False
+        world.unreachable.clear()
         for _ in range(12):
             world.from_scheduler.append(wire.RunState(run="run", state="running"))
             world.settle()

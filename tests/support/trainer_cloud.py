@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from trainer_world import Scheduler
+from trainer_peers import POLICY, Scheduler
 
 from cloud_trainer.config import TrainerConfig, TrainerTable
 from cloud_trainer.daemon import run_daemon
@@ -39,8 +39,6 @@ from transport.runtime.clock import SystemClock
 from transport.runtime.settings import TransportConfig
 from transport.trajectory import SequenceRecord, TrajectoryGroup, body_digest, pack
 from transport.weights.manifest import SignedManifest, VersionManifest, verify
-
-POLICY = "run/solver"
 
 
 def make_group(job: str, *, seed: int = 0, policy: str = POLICY, siblings: int = 4) -> bytes:

@@ -3,8 +3,10 @@ as plain objects, driven step by step. Messages and work wait in queues until so
 go on, so every interleaving, loss and crash can be played."""
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from trainer_peers import POLICY, Scheduler, Store, make_ref, make_run
 
 from cloud_trainer.core import effects as do
 from cloud_trainer.core import events as on
@@ -14,144 +16,14 @@ from cloud_trainer.core.machine import TrainerCore
 from cloud_trainer.core.settings import CoreSettings, PendingVersion, StartPosition
 from cloud_trainer.core.trained_jobs import TrainedJobs
 from transport import messages as wire
-from transport.messages import GroupRef, Message
-from transport.runs import PolicySpec, RunSpec, TaskSpec, WorkflowSpec
+from transport.runs import RunSpec
 
-POLICY = "run/solver"
 QUEUES = ("to_scheduler", "from_scheduler", "to_log", "from_log", "to_store", "from_store")
 THREADS = ("trainer", "publisher", "disk", "check")
 
 
-def make_run(*, steps: int = 6, batch_groups: int = 2, checkpoint_every: int = 2) -> RunSpec:
-    return RunSpec(
-        name="run",
-        policies={
-            "solver": PolicySpec(
-                model="model",
-                trainer="numpy",
-                steps=steps,
-                batch_groups=batch_groups,
-                checkpoint_every=checkpoint_every,
-            )
-        },
-        task=TaskSpec(source="jsonl", path="items.jsonl", reward="exact"),
-        workflow=WorkflowSpec(policies=("solver",)),
-    )
-
-
-def make_ref(number: int, lag: int = 0) -> GroupRef:
-    return GroupRef(
-        job=f"run/t-{number:06d}", digest=f"digest-{number}", size_bytes=100, policy_lag=lag
-    )
-
-
 def make_offer(version: int) -> wire.VersionOffer:
     return wire.VersionOffer(manifest=str(version).encode(), signature=b"s", key_id="k")
-
-
-@dataclass
-class Scheduler:
-    """What the trainer sees of the scheduler: grants, and what a restart makes of them."""
-
-    run: RunSpec
-    buffer: deque[int] = field(default_factory=deque)
-    next_job: int = 0
-    taken: dict[int, list[int]] = field(default_factory=dict)
-    trained: set[int] = field(default_factory=set)
-    unusable: set[int] = field(default_factory=set)
-    highest_version: int = 0
-    incarnation: int = 0
-    known: bool = False
-    stopping: bool = False
-    final: tuple[int, int] | None = None
-    reports: dict[int, int] = field(default_factory=dict)
-    checkpoint_reports: list[tuple[int, int]] = field(default_factory=list)
-    finished: bool = False
-    lost_after_s: float = 12.0
-    incarnations: list[int] = field(default_factory=list)
-
-    def take(self, message: Message) -> list[Message]:
-        if isinstance(message, wire.Hello):
-            return self._hello(message)
-        if not self.known:
-            return [wire.HelloRequired()]
-        match message:
-            case wire.Ping(sequence=sequence, sent_s=sent_s):
-                return [wire.Pong(sequence=sequence, sent_s=sent_s)]
-            case wire.BatchRequest(step=step):
-                return self._grant(step)
-            case wire.GroupUnusable(step=step, job=job):
-                number = int(job[-6:])
-                if number in self.taken.get(step, []):
-                    self.taken[step].remove(number)
-                    self.unusable.add(number)
-                    return self._grant(step)
-            case wire.StepReport(step=step, version=version):
-                self.reports[step] = version
-                self.highest_version = max(self.highest_version, version)
-            case wire.CheckpointReport(step=step, version=version, final=final):
-                self._checkpoint(step)
-                self.checkpoint_reports.append((step, version))
-                if final:
-                    self.final = (step, version)
-                    self.finished = True
-                    return [wire.RunState(run=self.run.name, state="finished")]
-            case wire.Goodbye():
-                self.known = False
-        return []
-
-    def _hello(self, hello: wire.Hello) -> list[Message]:
-        assert hello.trainer is not None
-        if hello.incarnation < self.incarnation:
-            return []
-        if hello.incarnation > self.incarnation:
-            self.incarnation = hello.incarnation
-            self.incarnations.append(hello.incarnation)
-            for step in [s for s in self.taken if s > hello.trainer.checkpoint_step]:
-                self.buffer.extend(self.taken.pop(step))
-        self._checkpoint(hello.trainer.checkpoint_step)
-        self.known = True
-        return [
-            wire.Welcome(
-                term=1,
-                heartbeat_s=1.0,
-                lost_after_s=self.lost_after_s,
-                run=self.run,
-                highest_version=self.highest_version,
-                stopping=self.stopping,
-            )
-        ]
-
-    def _checkpoint(self, step: int) -> None:
-        for done in [s for s in self.taken if s <= step]:
-            self.trained.update(self.taken.pop(done))
-
-    def _grant(self, step: int) -> list[Message]:
-        spec = self.run.policies["solver"]
-        groups = self.taken.setdefault(step, [])
-        while len(groups) < spec.batch_groups:
-            if not self.buffer:
-                self.buffer.append(self.next_job)
-                self.next_job += 1
-            groups.append(self.buffer.popleft())
-        refs = tuple(make_ref(number) for number in groups)
-        return [wire.BatchGrant(policy=POLICY, step=step, groups=refs)]
-
-
-@dataclass
-class Store:
-    """The weight store: takes a version when it has the parent, and never a number twice."""
-
-    versions: dict[int, int | None] = field(default_factory=dict)
-
-    def take(self, version: int, parent: int | None) -> Message:
-        if version in self.versions:
-            assert self.versions[version] == parent, f"version {version} was given twice"
-        else:
-            assert version > max(self.versions, default=-1), f"{version} comes too late"
-            assert parent is None or parent in self.versions, f"{version} has no parent {parent}"
-            self.versions[version] = parent
-        return wire.VersionDurable(policy=POLICY, version=version)
 
 
 @dataclass
@@ -174,6 +46,8 @@ class TrainerWorld:
         self.staged: Checkpoint | None = None
         self.outbox: dict[int, tuple[int | None, int]] = {}
         self.highest = 0
+        self.again: dict[int, int] = {}
+        self.unreachable: set[str] = set()
         self.given: list[int] = []
         self.bad_bodies: dict[int, str] = {}
         self.poison = False
@@ -189,11 +63,14 @@ class TrainerWorld:
         self.incarnation += 1
         last = self.disk[-1] if self.disk else Checkpoint(0, 0, ())
         self.lineage = last.lineage
+        if republish:
+            self.again.pop(last.version, None)
+        version = self.again.get(last.version, last.version)
         position = StartPosition(
             step=last.step,
-            version=last.version,
+            version=version,
             highest_version=self.highest,
-            pending=self._pending(last, republish),
+            pending=self._pending(version, last.step, republish),
         )
         kept = {pending.version for pending in position.pending}
         self.outbox = {v: entry for v, entry in self.outbox.items() if v in kept}
@@ -203,24 +80,24 @@ class TrainerWorld:
         )
         self.core = TrainerCore(settings, position, trained=trained)
         self.staged = None
-        self.to_scheduler: deque[Message] = deque()
-        self.from_scheduler: deque[Message] = deque()
+        self.to_scheduler: deque[wire.Message] = deque()
+        self.from_scheduler: deque[wire.Message] = deque()
         self.to_log: deque[str] = deque()
-        self.from_log: deque[Message] = deque()
+        self.from_log: deque[wire.Message] = deque()
         self.to_store: deque[wire.VersionOffer] = deque()
-        self.from_store: deque[Message] = deque()
+        self.from_store: deque[wire.Message] = deque()
         self.work: dict[str, deque[Effect]] = {name: deque() for name in THREADS}
         self.bodies: set[str] = set()
         self.stepping = 0
+        self.unsent: list[wire.Message] = []
         self.exit = self.rollback = None
         self.feed(on.Tick())
 
-    def _pending(self, last: Checkpoint, republish: bool) -> tuple[PendingVersion, ...]:
-        if republish or last.version == 0:
-            first = PendingVersion(version=last.version, parent=None, step=last.step, whole=True)
-            return (first,)
+    def _pending(self, version: int, step: int, republish: bool) -> tuple[PendingVersion, ...]:
+        if republish or version == 0:
+            return (PendingVersion(version=version, parent=None, step=step, whole=True),)
         found = []
-        at: int | None = last.version
+        at: int | None = version
         while at is not None and at in self.outbox:
             parent, step = self.outbox[at]
             found.append(PendingVersion(version=at, parent=parent, step=step, whole=parent is None))
@@ -236,6 +113,9 @@ class TrainerWorld:
         for effect in effects:
             self._execute(effect)
         self.core.check()
+        unsent, self.unsent = self.unsent, []
+        for message in unsent:
+            self.feed(on.NotSent(message=message))
         return effects
 
     def _execute(self, effect: Effect) -> None:
@@ -244,7 +124,12 @@ class TrainerWorld:
                 if isinstance(message, wire.CheckpointReport):
                     assert message.version in self.store.versions, "reported before it is durable"
                     assert message.step in [c.step for c in self.disk] or message.step == 0
-                self.to_scheduler.append(message)
+                if "to_scheduler" in self.unreachable:
+                    self.unsent.append(message)
+                else:
+                    self.to_scheduler.append(message)
+            case do.ToTrajectoryLog(message=message) if "to_log" in self.unreachable:
+                self.unsent.append(message)
             case do.ToTrajectoryLog(message=wire.BodyRequest(digests=digests)):
                 self.to_log.extend(digests)
             case do.ToWeightStore(message=wire.VersionOffer() as offer):
@@ -289,6 +174,8 @@ class TrainerWorld:
         match self.work[name].popleft():
             case do.LoadModel():
                 self.feed(on.ModelReady())
+                highest = max(self.given, default=0)
+                assert self.core.head_version == self.core.highest_version >= highest
             case do.ExportModel():
                 self.exported += 1
                 self.feed(on.ModelExported())
@@ -298,7 +185,10 @@ class TrainerWorld:
                 if finite:
                     self.lineage += (LineageStep(step, tuple(ref.job for ref in groups)),)
                 self.feed(on.StepFinished(step=step, metrics={"loss": 1.0}, finite=finite))
-            case do.BuildVersion(version=version, parent=parent, step=step):
+            case do.BuildVersion(version=version, parent=parent, step=step, again=again):
+                if again and parent is not None:
+                    known = [of for of, newest in self.again.items() if newest == parent]
+                    self.again[known[0] if known else parent] = version
                 self.outbox.setdefault(version, (parent, step))
                 self.highest = max(self.highest, version)
                 self.feed(on.VersionReady(version=version, offer=make_offer(version)))
@@ -344,6 +234,7 @@ class TrainerWorld:
             entry = self.outbox.get(version)
             if entry is not None:
                 self.from_store.append(self.store.take(version, entry[0]))
+                self.scheduler.highest_version = max(self.scheduler.highest_version, version)
         elif name == "from_scheduler":
             self.feed(on.FromScheduler(message=message))
         elif name == "from_log":

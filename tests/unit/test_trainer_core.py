@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pytest
-from trainer_world import POLICY, TrainerWorld, make_offer, make_ref, make_run
+from trainer_peers import POLICY, make_ref, make_run
+from trainer_world import TrainerWorld, make_offer
 
 from cloud_trainer.core import effects as do
 from cloud_trainer.core import events as on
@@ -391,11 +392,11 @@ def test_a_finished_step_is_published_and_reported_with_busy_and_waiting_time_ap
 
 
 def test_a_version_number_is_one_above_the_highest_that_anybody_knows_of() -> None:
-    core = make_core(StartPosition(step=20, version=23, highest_version=27))
+    core = make_core(StartPosition(step=20, version=27, highest_version=27))
     feed(core, 0.0, on.Tick(), welcome(run=make_run(steps=50), highest_version=25))
     feed(core, 0.0, on.ModelReady())
     (build,) = of(train(core, 21, 1.0, 1, 2), do.BuildVersion)
-    assert (build.version, build.parent) == (28, 23)
+    assert (build.version, build.parent) == (28, 27)
     feed(core, 1.5, welcome(run=make_run(steps=50), highest_version=40))
     (build,) = of(train(core, 22, 2.0, 3, 4), do.BuildVersion)
     assert (build.version, build.parent) == (41, 28)
@@ -638,7 +639,7 @@ def test_after_a_rollback_numbers_go_on_and_the_tree_forks() -> None:
     world.start()
     assert world.core.step == 2
     world.settle()
-    assert world.store.versions == {0: None, 1: 0, 2: 1, 3: 2, 4: 2, 5: 4}
+    assert world.store.versions == {0: None, 1: 0, 2: 1, 3: 2, 4: 2, 5: 4, 6: 5}
 
 
 def test_a_broken_invariant_is_raised_with_the_story() -> None:
