@@ -9,10 +9,10 @@ import asyncio
 from concurrent.futures import Executor
 
 from cloud_trainer.outbox import Outbox
-from cloud_trainer.plane_links import PlaneLinks
 from transport.chunks import MAX_INDICES
 from transport.errors import LinkError, WindowFull
 from transport.messages import Chunk, ChunkRequest, Plane
+from transport.plane_links import PlaneLinks
 
 MAX_QUEUED = 4096
 FIRST_RETRY_S = 0.002

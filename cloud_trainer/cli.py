@@ -1,14 +1,13 @@
 """The command line of the trainer daemon."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from transport.runtime.daemon_cli import Serve, daemon_command
+
 if TYPE_CHECKING:
     from cloud_trainer.config import TrainerConfig
-
-EXIT_CONFIG = 78
-EXIT_FAILED = 1
 
 
 @click.group("trainer")
@@ -16,74 +15,21 @@ def trainer_group() -> None:
     """The trainer of one policy."""
 
 
-@trainer_group.command("run")
-@click.option(
-    "--config",
-    "files",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False),
-    metavar="FILE",
-    help="Deployment file; may repeat, later ones win.",
-)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override table.field; may repeat.",
-)
-@click.option("--stop-on-eof", is_flag=True, help="Stop when standard input ends.")
-def run(files: tuple[str, ...], overrides: tuple[str, ...], stop_on_eof: bool) -> None:
-    """Train the policy [trainer].policy until its run is finished.
-
-    Prints one line of JSON once it is on its way to the scheduler; logs go to standard error.
-    SIGTERM and Ctrl-C finish the step, save a checkpoint and leave.
-    """
-    import asyncio
-
+def _load() -> "tuple[type[TrainerConfig], Serve[TrainerConfig]]":
     from cloud_trainer.config import TrainerConfig
-    from transport.errors import ConfigError, FarflowError
-    from transport.runtime.config import load_config
-    from transport.runtime.logs import configure_logging
-    from transport.runtime.origin import verify_origin
-
-    verify_origin()
-    try:
-        config = load_config(TrainerConfig, files, overrides).value
-        as_json = {"json": True, "console": False}.get(config.log.format)
-        configure_logging(config.log.level, as_json, component="trainer")
-        status = asyncio.run(_until_stopped(config, stop_on_eof))
-    except FarflowError as error:
-        click.echo(f"trainer: {error}", err=True)
-        status = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
-    raise SystemExit(status)
-
-
-async def _until_stopped(config: "TrainerConfig", stop_on_eof: bool) -> int:
-    import asyncio
-
     from cloud_trainer.daemon import run_daemon
-    from transport.runtime.shutdown import ShutdownSignal, stop_on_stdin_eof
 
-    stop = asyncio.Event()
-    with ShutdownSignal() as asked:
-
-        async def wait() -> None:
-            await asked.wait()
-            stop.set()
-
-        tasks = [asyncio.create_task(wait())]
-        if stop_on_eof:
-            tasks.append(asyncio.create_task(stop_on_stdin_eof(asked)))
-        try:
-            return await run_daemon(config, stop=stop, on_ready=_say_ready)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    return TrainerConfig, run_daemon
 
 
-def _say_ready(facts: dict[str, Any]) -> None:
-    import json
+trainer_group.add_command(
+    daemon_command(
+        "trainer",
+        _load,
+        help="""Train the policy [trainer].policy until its run is finished.
 
-    click.echo(json.dumps(facts))
+        Prints one line of JSON once it is on its way to the scheduler; logs go to standard error.
+        SIGTERM and Ctrl-C finish the step, save a checkpoint and leave.
+        """,
+    )
+)

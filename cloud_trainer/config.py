@@ -6,7 +6,7 @@ scheduler; this file only holds what belongs to the host.
 
 import msgspec
 
-from transport.runtime.settings import Bytes, Count, LogConfig, PositiveSeconds, TransportConfig
+from transport.runtime.settings import Bytes, Count, DaemonConfig, PositiveSeconds
 
 
 class TrainerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,9 +24,7 @@ class TrainerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     publish_timeout_s: PositiveSeconds = 120.0
 
 
-class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``farflow trainer run`` reads; other tables of the file belong to others."""
+class TrainerConfig(DaemonConfig, frozen=True, kw_only=True):
+    """What ``farflow trainer run`` reads."""
 
-    transport: TransportConfig = TransportConfig()
     trainer: TrainerTable = TrainerTable()
-    log: LogConfig = LogConfig()

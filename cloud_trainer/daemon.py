@@ -18,13 +18,14 @@ from cloud_trainer.config import TrainerConfig
 from cloud_trainer.core.effects import Exit, Rollback
 from cloud_trainer.factory import MakeTrainer, make_trainer
 from cloud_trainer.home import Start, TrainerHome
-from cloud_trainer.plane_links import PlaneLinks, load_keys
 from cloud_trainer.ranks import ranks_from
 from cloud_trainer.shell import TrainerShell
+from cloud_trainer.trainer_keys import load_keys
 from transport.errors import ConfigError
 from transport.ids import is_name
 from transport.links import Network
 from transport.messages import Plane
+from transport.plane_links import PlaneLinks
 from transport.runtime.clock import Clock, SystemClock
 
 MAX_ROLLBACKS = 3
@@ -71,7 +72,7 @@ async def run_daemon(
             TrainerHome, Path(table.folder), keep_checkpoints=table.keep_checkpoints
         )
         try:
-            links = PlaneLinks(network, config.transport, keys)
+            links = PlaneLinks(network, config.transport, key=keys.link, server_key=keys.server)
             on_ready({"ready": True, "ports": {}, "policy": table.policy})
             try:
 

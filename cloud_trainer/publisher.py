@@ -18,7 +18,7 @@ from transport.errors import InvariantViolation
 from transport.messages import VersionOffer
 from transport.runtime.clock import Clock
 from transport.weights.digest import StateDigest
-from transport.weights.manifest import SigningKey
+from transport.weights.manifest import ManifestKey, sign
 from transport.weights.publication import Publication, build_delta_version, build_version0
 from transport.weights.tensors import TensorBytes
 
@@ -37,7 +37,7 @@ class Publisher:
     def __init__(
         self,
         outbox: Outbox,
-        signer: SigningKey,
+        signer: ManifestKey,
         clock: Clock,
         *,
         run: str,
@@ -76,7 +76,7 @@ class Publisher:
             if known is not None:
                 return known, {"version": order.version, "again": True}
         publication, tensors = self._publication(order)
-        signed = self._signer.sign(publication.manifest)
+        signed = sign(publication.manifest, self._signer)
         offer = self._outbox.add(publication, signed, again=order.again)
         self._base_version, self._base = order.version, tensors
         self._base_digest = publication.digests

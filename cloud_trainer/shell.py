@@ -27,19 +27,19 @@ from cloud_trainer.core.machine import TrainerCore
 from cloud_trainer.core.settings import CoreSettings
 from cloud_trainer.factory import MakeTrainer, spec_digest
 from cloud_trainer.home import Start, TrainerHome
-from cloud_trainer.plane_links import PlaneLinks
 from cloud_trainer.publisher import Publisher
 from cloud_trainer.ranks import LeadTrainer, Ranks
 from cloud_trainer.tracking import MetricsFile
 from cloud_trainer.trainer import Arrays
 from cloud_trainer.workers import Workers
-from transport.errors import ConfigError, FarflowError, InvariantViolation, LinkClosed
+from transport.errors import ConfigError, FarflowError, InvariantViolation
 from transport.ids import policy_name
+from transport.keys import SigningKey
 from transport.messages import Body, ChunkRequest, Goodbye, GroupUnusable, Message, Plane
+from transport.plane_links import PlaneLinks
 from transport.runs import RunSpec
 from transport.runtime.clock import Clock
 from transport.weights.digest import first_non_finite
-from transport.weights.manifest import SigningKey
 from transport.weights.tensors import TensorBytes
 
 _CHECKERS = 2
@@ -153,18 +153,16 @@ class TrainerShell:
 
     async def _receive(self, plane: Plane) -> None:
         event = _EVENTS[plane]
-        while True:
-            try:
-                arrived = await self._links.receive(plane)
-            except LinkClosed:
-                return
-            for message, payload in arrived:
-                if isinstance(message, ChunkRequest):
-                    self._chunks.ask(message)
-                if isinstance(message, Body) and payload:
-                    self._arrived[message.digest] = payload[0]
-                self._feed(event(message))
-                self._arrived.clear()
+
+        def arrived(message: Message, payload: list[bytes]) -> None:
+            if isinstance(message, ChunkRequest):
+                self._chunks.ask(message)
+            if isinstance(message, Body) and payload:
+                self._arrived[message.digest] = payload[0]
+            self._feed(event(message))
+            self._arrived.clear()
+
+        await self._links.receive(plane, arrived)
 
     # ---- events in, effects out --------------------------------------------------------------
 
@@ -198,7 +196,6 @@ class TrainerShell:
             case do.ToWeightStore(message=message):
                 self._send(Plane.WEIGHTS, message)
             case do.RenewLink(plane=plane):
-                _log.warning("link.renewed", plane=plane.value)
                 self._links.renew(plane)
             case do.LoadModel(run=run):
                 self._run = run

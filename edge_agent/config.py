@@ -8,10 +8,9 @@ from msgspec import Meta
 from transport.runtime.settings import (
     Bytes,
     Count,
-    LogConfig,
+    DaemonConfig,
     PositiveSeconds,
     Seconds,
-    TransportConfig,
 )
 
 
@@ -28,7 +27,9 @@ class FakeEngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[agent]``. ``slots`` is the number of concurrent sequences; ``local_models`` maps a
-    policy's name or id to a folder that spares the download when its digest matches."""
+    policy's name or id to a folder that spares the download when its digest matches;
+    ``workflows`` are extra ``module:function`` references that this agent offers beside the
+    shipped ones."""
 
     folder: str = "agent"
     key: str = ""
@@ -38,6 +39,7 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     threads: Count = 1
     hardware: str = ""
     labels: dict[str, str] = {}
+    workflows: tuple[str, ...] = ()
     local_models: dict[str, str] = {}
     spool_bytes: Bytes = 1 * 2**30
     upload_window_bytes: Bytes = 8 * 2**20
@@ -48,9 +50,7 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     fake: FakeEngineTable = FakeEngineTable()
 
 
-class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``farflow agent run`` reads; other tables of the file belong to others."""
+class AgentConfig(DaemonConfig, frozen=True, kw_only=True):
+    """What ``farflow agent run`` reads."""
 
-    transport: TransportConfig = TransportConfig()
     agent: AgentTable = AgentTable()
-    log: LogConfig = LogConfig()

@@ -13,11 +13,11 @@ from edge_agent.config import AgentConfig
 from edge_agent.engine import Engine
 from edge_agent.home import AgentHome
 from edge_agent.shell import AgentShell
-from edge_agent.uplink import AgentLinks
 from transport.errors import ConfigError
-from transport.keys import KeyPair, PublicKey, load_toml
+from transport.keys import KeyPair, load_server_key
 from transport.links import Network
 from transport.messages import Role
+from transport.plane_links import PlaneLinks
 from transport.runtime.clock import Clock, SystemClock
 from transport.runtime.files import lock_folder, private_dir
 from transport.runtime.settings import TransportConfig
@@ -68,7 +68,7 @@ async def run_daemon(
             engine = engines(config, clock)
             await engine.start()
             try:
-                links = AgentLinks(network, config.transport, key=key, server_key=server_key)
+                links = PlaneLinks(network, config.transport, key=key, server_key=server_key)
                 try:
                     shell = AgentShell(config, home, engine, links, clock)
                     on_ready({"ready": True, "ports": {}, "agent": key.name})
@@ -93,5 +93,4 @@ def load_keys(transport: TransportConfig, path: str) -> tuple[KeyPair, str]:
     pair = KeyPair.load(Path(path))
     if pair.role is not Role.AGENT:
         raise ConfigError(f"{path}: is the key of a {pair.role.value}, agent.key needs an agent's")
-    server = load_toml(Path(transport.keys) / "server.public.toml", PublicKey)
-    return pair, server.public_key
+    return pair, load_server_key(Path(transport.keys))

@@ -87,6 +87,14 @@ class Engine(Protocol):
         """
         ...
 
+    async def unload_policy(self, policy: str) -> None:
+        """Free what a policy takes; harmless when it is not loaded.
+
+        For when no request for it is in the engine: one that is nevertheless ends with the
+        weights that it began with, later ones fail.
+        """
+        ...
+
     async def apply(self, policy: str, version: int, tensors: Mapping[str, TensorBytes]) -> float:
         """Swap in absolute new values of whole tensors; returns the pause in seconds.
 

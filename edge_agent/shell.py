@@ -49,11 +49,12 @@ from edge_agent.core.settings import AgentSettings
 from edge_agent.engine import Engine
 from edge_agent.home import AgentHome
 from edge_agent.rewards import RewardPool, available_rewards
-from edge_agent.uplink import AgentLinks, Uploader
+from edge_agent.uploader import Uploader
 from edge_agent.weights_client import WeightsClient
 from edge_agent.workflow import SHIPPED, Workflow, load_workflow
-from transport.errors import InvariantViolation, LinkError, StoreError
+from transport.errors import InvariantViolation, StoreError
 from transport.messages import Chunk, Goodbye, LeaseReply, Message, Plane, Welcome
+from transport.plane_links import PlaneLinks
 from transport.runtime.clock import Clock
 
 _log = structlog.get_logger()
@@ -77,12 +78,16 @@ def core_settings(config: AgentConfig, workflows: Mapping[str, Workflow]) -> Age
 
 
 class AgentShell:
-    """One life of an agent, from the first hello to ``Exit``."""
+    """One life of an agent, from the first hello to ``Exit``.
+
+    Raises:
+        ConfigError: a workflow of ``[agent].workflows`` cannot be offered.
+    """
 
     def __init__(
-        self, config: AgentConfig, home: AgentHome, engine: Engine, links: AgentLinks, clock: Clock
+        self, config: AgentConfig, home: AgentHome, engine: Engine, links: PlaneLinks, clock: Clock
     ) -> None:
-        workflows = {name: load_workflow(name) for name in SHIPPED}
+        workflows = {name: load_workflow(name) for name in (*SHIPPED, *config.agent.workflows)}
         self.core = AgentCore(
             core_settings(config, workflows),
             incarnation=home.incarnation,
@@ -111,7 +116,7 @@ class AgentShell:
             home.copies,
             clock=clock,
             feed=self.feed,
-            send=lambda message: links.send(Plane.WEIGHTS, message),
+            send=lambda message: links.send_or_raise(Plane.WEIGHTS, message),
             refresh_trust=home.refresh_trust,
             local_models=config.agent.local_models,
             window_bytes=config.agent.download_window_bytes,
@@ -262,10 +267,7 @@ class AgentShell:
         self._send(Plane.CONTROL, message)
 
     def _send(self, plane: Plane, message: Message) -> None:
-        try:
-            self._links.send(plane, message)
-        except LinkError as error:
-            _log.debug("link.not_sent", plane=plane.value, reason=str(error))
+        if not self._links.send(plane, message):
             self.feed(SendFailed(plane=plane, message=message))
 
     async def _drop(self, attempt: str, digest: str) -> None:

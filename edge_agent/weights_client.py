@@ -109,8 +109,8 @@ class WeightsClient:
                     fetching.cancel()
             case SwapWeights(ticket=ticket):
                 self._chain(policy, partial(self._swap, policy, ticket), tasks)
-            case DiscardCopy():
-                self._chain(policy, partial(self._discard, policy), tasks)
+            case DiscardCopy(unload=unload):
+                self._chain(policy, partial(self._discard, policy, unload), tasks)
 
     def arrived(self, chunk: Chunk, payload: list[bytes]) -> None:
         """A chunk came; every fetch that waits for its file gets it."""
@@ -232,8 +232,10 @@ class WeightsClient:
             )
         )
 
-    async def _discard(self, policy: str) -> None:
+    async def _discard(self, policy: str, unload: bool) -> None:
         self._staged.pop(policy, None)
+        if unload:
+            await self._engine.unload_policy(policy)
         await self._throw_away(policy)
         _log.info("weights.discarded", policy=policy)
         self._feed(CopyDiscarded(policy=policy))

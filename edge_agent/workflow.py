@@ -260,11 +260,14 @@ def load_workflow(reference: str) -> Workflow:
                 "others are written as module:function"
             )
         module_name, name = f"{_SHIPPED_PACKAGE}.{reference}", reference
+    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        raise ConfigError(f"workflow {reference!r}: is not of the form module:function")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise ConfigError(
-            f"workflow {reference!r}: {error}; is its folder on PYTHONPATH?"
+            f"workflow {reference!r}: {error}; install its package into the agent's environment "
+            "(`pip install PACKAGE`), or add the folder it is in to PYTHONPATH"
         ) from error
     function = _registry.get((module.__name__, name)) or getattr(module, name, None)
     if not inspect.iscoroutinefunction(function):

@@ -8,8 +8,8 @@ import sys
 import click
 
 from farflow.lazy import LazyGroup
-from transport.errors import ConfigError, FarflowError
-from transport.runtime.origin import EXIT_CONFIG, verify_origin
+from transport.runtime.daemon_cli import foreseen_errors
+from transport.runtime.origin import verify_origin
 
 _COMMANDS = {
     "up": ("farflow.commands:up", "Run scheduler, agents and trainer of one file on this machine."),
@@ -36,7 +36,8 @@ def main() -> None:
     """Entry point: checks that the imported packages are ours, then runs the command."""
     verify_origin()
     try:
-        cli(standalone_mode=False)
+        with foreseen_errors("farflow"):
+            cli(standalone_mode=False)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except click.Abort:
@@ -45,9 +46,3 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except ConfigError as error:
-        click.echo(f"configuration: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
-    except FarflowError as error:
-        click.echo(f"error ({error.code}): {error}", err=True)
-        sys.exit(1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from transport.errors import ConfigError, FarflowError
+from transport.errors import ConfigError
 
 if TYPE_CHECKING:
     from scheduler.operator import Operator
@@ -324,9 +324,4 @@ def _with_operator(
         async with Operator(config.transport, path) as operator:
             return await action(operator)
 
-    try:
-        return asyncio.run(run())
-    except ConfigError:
-        raise
-    except FarflowError as error:
-        raise click.ClickException(f"{error} ({error.code})") from error
+    return asyncio.run(run())

@@ -76,7 +76,7 @@ def draw(records: list[dict[str, Any]], folder: Path) -> list[Path]:
     axes.set(xlabel="optimizer step", ylabel="policy lag (optimizer steps)", title="Policy lag")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper right")
+    axes.legend(loc="lower right")
     written.append(folder / "policy_lag.png")
     figure.savefig(written[-1], dpi=120)
     plt.close(figure)

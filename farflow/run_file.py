@@ -93,6 +93,18 @@ def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
                 f"policies.{name}: is trained, but workflow.policies does not "
                 "generate with it; add it there or set trained = false"
             )
+        temperature = policy.settings.get("temperature", 1.0)
+        if policy.trained and policy.trainer == "torch":
+            if tables.workflow.temperature == 0.0:
+                raise ConfigError(
+                    "workflow.temperature: is 0 (greedy); learning needs sampled sequences, use 1.0"
+                )
+            if temperature != tables.workflow.temperature:
+                raise ConfigError(
+                    f"policies.{name}.settings.temperature: is {temperature}, but "
+                    f"workflow.temperature is {tables.workflow.temperature}; the loss compares "
+                    "log-probabilities at one temperature, set both alike"
+                )
     return RunSpec(
         name=tables.run.name,
         seed=tables.run.seed,

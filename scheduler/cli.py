@@ -1,6 +1,13 @@
 """The command line of the scheduler daemon."""
 
+from typing import TYPE_CHECKING
+
 import click
+
+from transport.runtime.daemon_cli import Serve, daemon_command
+
+if TYPE_CHECKING:
+    from scheduler.config import SchedulerConfig
 
 
 @click.group("scheduler")
@@ -8,30 +15,21 @@ def scheduler_group() -> None:
     """The rollout scheduler daemon."""
 
 
-@scheduler_group.command("run")
-@click.option(
-    "--config",
-    "files",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False),
-    metavar="FILE",
-    help="Deployment file; may repeat, later ones win.",
-)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override table.field; may repeat.",
-)
-@click.option("--stop-on-eof", is_flag=True, help="Stop when standard input ends.")
-def run(files: tuple[str, ...], overrides: tuple[str, ...], stop_on_eof: bool) -> None:
-    """Run the scheduler with its trajectory log and weight store.
-
-    Prints one line of JSON with the three ports once they can be reached; logs go to standard
-    error. SIGTERM and Ctrl-C stop it in order.
-    """
+def _load() -> "tuple[type[SchedulerConfig], Serve[SchedulerConfig]]":
+    from scheduler.config import SchedulerConfig
     from scheduler.daemon import run_daemon
-    from scheduler.service_main import run_process
 
-    raise SystemExit(run_process("scheduler", run_daemon, files, overrides, stop_on_eof))
+    return SchedulerConfig, run_daemon
+
+
+scheduler_group.add_command(
+    daemon_command(
+        "scheduler",
+        _load,
+        help="""Run the scheduler with its trajectory log and weight store.
+
+        Prints one line of JSON with the three ports once they can be reached; logs go to standard
+        error. SIGTERM and Ctrl-C stop it in order.
+        """,
+    )
+)

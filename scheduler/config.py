@@ -5,14 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from transport.runtime.settings import (
-    Bytes,
-    Count,
-    LogConfig,
-    PositiveSeconds,
-    Seconds,
-    TransportConfig,
-)
+from transport.runtime.settings import Bytes, Count, DaemonConfig, PositiveSeconds, Seconds
 
 
 class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,9 +33,7 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     trajectory_disk_bytes: Bytes = 64 * 2**30
 
 
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``farflow scheduler run`` reads; other tables of the file belong to others."""
+class SchedulerConfig(DaemonConfig, frozen=True, kw_only=True):
+    """What ``farflow scheduler run`` reads."""
 
-    transport: TransportConfig = TransportConfig()
     scheduler: SchedulerTable = SchedulerTable()
-    log: LogConfig = LogConfig()

@@ -45,8 +45,8 @@ from transport.errors import FarflowError
 from transport.links import Network
 from transport.messages import Plane
 from transport.runtime.clock import Clock
+from transport.runtime.daemon_cli import EXIT_FAILED
 
-EXIT_FAILED: Final = 1
 STATISTICS_S: Final = 60.0
 _log = structlog.get_logger()
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self, TypeVar
 
-from scheduler.plane_hub import link_options, reachable
+from scheduler.plane_hub import reachable
 from transport.envelope import LIMITS, decode, encode
 from transport.errors import FarflowError, PeerUnreachable, ProtocolError
-from transport.keys import KeyPair, PublicKey, load_toml
+from transport.keys import KeyPair, load_server_key
 from transport.links import Link, Network
 from transport.messages import (
     CommandReply,
@@ -25,6 +25,7 @@ from transport.messages import (
     StatusReply,
     StatusRequest,
 )
+from transport.plane_links import link_options
 from transport.runs import RunSpec
 from transport.runtime.settings import TransportConfig
 from transport.status import SchedulerStatus
@@ -60,7 +61,7 @@ class Operator:
             ConfigError: a key file does not load.
         """
         self._key = KeyPair.load(key)
-        self._server_key = load_toml(Path(transport.keys) / "server.public.toml", PublicKey)
+        self._server_key = load_server_key(Path(transport.keys))
         self._endpoint = f"tcp://{reachable(transport.host)}:{transport.control_port}"
         self._options = link_options(transport, Plane.CONTROL)
         self._answer_s = answer_s
@@ -141,7 +142,7 @@ class Operator:
                 self._endpoint,
                 self._options,
                 key=self._key,
-                server_key=self._server_key.public_key,
+                server_key=self._server_key,
             )
         return self._link
 

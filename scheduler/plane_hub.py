@@ -25,15 +25,15 @@ from transport.errors import (
     VersionRefused,
 )
 from transport.keys import KeyPair, Peer
-from transport.links import Hub, LinkOptions, Network
+from transport.links import Hub, Network
 from transport.messages import PROTOCOL_VERSION, Message, Plane, Refuse
 from transport.permissions import may_send
+from transport.plane_links import bracketed, link_options
 from transport.runtime.clock import Clock
 from transport.runtime.files import atomic_write, read_limited
 from transport.runtime.settings import TransportConfig
 
 REFRESH_S: Final = 1.0
-_HEARTBEATS_MISSED: Final = 3
 
 _log = structlog.get_logger()
 
@@ -45,15 +45,6 @@ class Arrival(NamedTuple):
     peer: Peer
     message: Message
     payload: list[bytes]
-
-
-def link_options(transport: TransportConfig, plane: Plane) -> LinkOptions:
-    """The plane's defaults with the deployment's own durations."""
-    return LinkOptions.for_plane(plane)._replace(
-        heartbeat_s=transport.socket_heartbeat_s,
-        heartbeat_timeout_s=_HEARTBEATS_MISSED * transport.socket_heartbeat_s,
-        reconnect_max_s=transport.reconnect_max_s,
-    )
 
 
 def server_key(transport: TransportConfig) -> KeyPair:
@@ -99,7 +90,7 @@ class PlaneHub:
         for candidate in [port] if port else [*_remembered(port_file), 0]:
             try:
                 hub = network.hub(
-                    f"tcp://{_bracketed(host)}:{candidate}",
+                    f"tcp://{bracketed(host)}:{candidate}",
                     self._options,
                     key=self._key,
                     authorise=self.allowed.lookup,
@@ -200,11 +191,7 @@ class PlaneHub:
 
 def reachable(host: str) -> str:
     """Where a process of this machine reaches what listens on ``host``."""
-    return _bracketed({"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(host, host))  # noqa: S104
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return bracketed({"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(host, host))  # noqa: S104
 
 
 def _remembered(port_file: Path) -> list[int]:

@@ -11,9 +11,8 @@ command; commands are JSON lines on standard input or on ``--control``::
 """
 
 import asyncio
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +20,7 @@ import click
 import msgspec
 
 from transport.errors import ConfigError
-from transport.runtime.origin import EXIT_CONFIG
+from transport.runtime.daemon_cli import foreseen_errors
 
 if TYPE_CHECKING:
     import random
@@ -33,19 +32,6 @@ MAX_COMMAND_BYTES: Final = 64 * 1024
 
 Address = tuple[str, int]
 Reply = Callable[[bytes], None]
-
-
-class _ConfigRefused(click.ClickException):
-    exit_code = EXIT_CONFIG
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """A wrong configuration ends the command with its message and status 78, not a traceback."""
-    try:
-        yield
-    except ConfigError as error:
-        raise _ConfigRefused(str(error)) from error
 
 
 @click.group("sim")
@@ -65,7 +51,7 @@ def profiles_command(path: Path | None, as_json: bool) -> None:
     """Lists the link profiles."""
     from sim.link_profile import load_profiles
 
-    with _refusals():
+    with foreseen_errors("link"):
         profiles = load_profiles(path)
     for name in sorted(profiles):
         profile = profiles[name]
@@ -112,7 +98,7 @@ def run_command(
     from sim.link_profile import find_profile
     from transport.runtime.logs import configure_logging
 
-    with _refusals():
+    with foreseen_errors("link"):
         configure_logging(log_level, component="link")
         asyncio.run(
             _run_link(

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from transport.errors import ConfigError
-from transport.keys import Peer, PublicKey, load_toml
+from transport.key_files import load_toml
+from transport.keys import Peer, PublicKey
 
 
 class Refresh(NamedTuple):

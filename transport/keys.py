@@ -16,12 +16,10 @@ One folder holds a deployment's keys (``create_keys``); a machine gets only its 
 CURVE keys are 40 characters of z85 (RFC 32), Ed25519 keys 64 hexadecimal digits.
 """
 
-import os
 import struct
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -31,6 +29,7 @@ from zmq.utils import z85
 
 from transport.errors import ConfigError
 from transport.ids import NAME_RULE, is_name
+from transport.key_files import load_toml, make_folder, to_toml, write_new
 from transport.messages import Role
 
 CURVE_KEY_CHARACTERS = 40
@@ -39,12 +38,6 @@ KEY_BYTES = 32
 
 SERVICES = ("trajectory-log", "weight-store")
 """Names of the scheduler's own processes beside it."""
-
-_OTHERS = 0o077
-_FILE_BYTES = 64 * 1024
-"""Far above any key file; what is larger is something else."""
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +98,7 @@ class KeyPair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def save(self, path: Path) -> None:
         """Write a new file with mode 0600; never replaces one."""
-        _write(path, _toml(self), mode=0o600)
+        write_new(path, to_toml(self), mode=0o600)
 
     @property
     def public(self) -> PublicKey:
@@ -173,11 +166,15 @@ class SigningKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return load_toml(path, cls, secret=True)
 
     def save(self, path: Path) -> None:
-        _write(path, _toml(self), mode=0o600)
+        write_new(path, to_toml(self), mode=0o600)
 
     def sign(self, data: bytes) -> bytes:
         """64 bytes, the same for the same data (RFC 8032)."""
         return self._private().sign(data)
+
+    @property
+    def key_id(self) -> str:
+        return self.public.key_id
 
     @property
     def public(self) -> SignerKey:
@@ -215,10 +212,10 @@ def create_keys(
     Raises:
         ConfigError: a bad name, a file that does not load, or one of another role or policy.
     """
-    _make_folder(folder, 0o700)
+    make_folder(folder, 0o700)
     for public_folder in ("authorized", "signers"):
-        _make_folder(folder / public_folder, 0o755)
-    _make_folder(folder / "signing", 0o700)
+        make_folder(folder / public_folder, 0o755)
+    make_folder(folder / "signing", 0o700)
     server = _ensure(folder, "server", Role.SCHEDULER, public_path=folder / "server.public.toml")
     trainer_names = {policy: trainer_name(policy) for policy in trainers}
     return DeploymentKeys(
@@ -242,6 +239,15 @@ def trainer_name(policy: str) -> str:
     return "trainer-" + policy.replace("/", "-")
 
 
+def load_server_key(folder: Path) -> str:
+    """The public key of every hub of the deployment whose keys are in ``folder``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return load_toml(folder / "server.public.toml", PublicKey).public_key
+
+
 def load_signers(folder: Path) -> dict[str, SignerKey]:
     """The believed signers by ``key_id``.
 
@@ -255,34 +261,6 @@ def load_signers(folder: Path) -> dict[str, SignerKey]:
             raise ConfigError(f"{path}: the key of {signers[signer.key_id].name} again; remove one")
         signers[signer.key_id] = signer
     return signers
-
-
-def load_toml(path: Path, kind: type[S], *, secret: bool = False) -> S:
-    """A key file, checked. Unknown keys are refused, which also keeps a secret file out of the
-    authorized folder.
-
-    Raises:
-        ConfigError: naming the file, the key in it and the remedy.
-    """
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = file.read(_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; make keys with `farflow keys` or name another folder"
-        ) from error
-    if secret and mode & _OTHERS:
-        raise ConfigError(
-            f"{path}: others can read this secret (mode {mode & 0o777:04o}); "
-            f"run `chmod 600 {path}` and, if the machine is shared, replace the key"
-        )
-    if len(content) > _FILE_BYTES:
-        raise ConfigError(f"{path}: larger than {_FILE_BYTES} bytes, this is no key file")
-    try:
-        return msgspec.convert(tomllib.loads(content.decode()), kind)
-    except (ValueError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def _ensure(
@@ -304,7 +282,7 @@ def _ensure(
         pair.save(path)
     public_path = public_path or folder / "authorized" / f"{name}.toml"
     if not public_path.exists():
-        _write(public_path, _toml(pair.public), mode=0o644)
+        write_new(public_path, to_toml(pair.public), mode=0o644)
     return pair
 
 
@@ -319,41 +297,8 @@ def _ensure_signer(folder: Path, name: str, policy: str) -> SigningKey:
         key.save(path)
     public_path = folder / "signers" / f"{name}.toml"
     if not public_path.exists():
-        _write(public_path, _toml(key.public), mode=0o644)
+        write_new(public_path, to_toml(key.public), mode=0o644)
     return key
-
-
-def _make_folder(folder: Path, mode: int) -> None:
-    try:
-        folder.mkdir(mode=mode, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror}; name another folder") from error
-
-
-def _toml(key: msgspec.Struct) -> str:
-    """Values are names, policy ids, z85 and hexadecimal digits: nothing that TOML escapes."""
-    values: dict[str, Any] = msgspec.to_builtins(key)
-    return "".join(f'{name} = "{value}"\n' for name, value in values.items() if value is not None)
-
-
-def _write(path: Path, text: str, *, mode: int) -> None:
-    """The whole file under its final name, or nothing; never over another file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        try:
-            with open(descriptor, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(temporary, path)
-        finally:
-            temporary.unlink()
-    except FileExistsError as error:
-        raise ConfigError(f"{path} exists; move it away to make a new key") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name another folder") from error
 
 
 def _check_name(name: str) -> None:

@@ -86,9 +86,11 @@ class SwapWeights(Effect, frozen=True, kw_only=True):
 
 
 class DiscardCopy(Effect, frozen=True, kw_only=True):
-    """Delete the copy of this policy and everything staged for it."""
+    """Delete the copy of this policy and everything staged for it. ``unload``: free the engine's
+    memory as well; nothing that runs uses the policy."""
 
     policy: str
+    unload: bool = False
 
 
 class Exit(Effect, frozen=True, kw_only=True):

@@ -48,13 +48,14 @@ class Stage(StrEnum):
 
 class Ladder:
     """The weights of one policy on this agent; ``hosted`` false: the scheduler wants it no more,
-    and it is released at ``linger_until_s``."""
+    and it is released at ``linger_until_s``; ``released``: it is gone with its copy."""
 
     def __init__(
         self, policy: str, settings: AgentSettings, rng: "Random", tickets: Iterator[int]
     ) -> None:
         self.policy = policy
         self.hosted = True
+        self.released = False
         self.linger_until_s: float | None = None
         self.stage = Stage.OPENING
         self.version: int | None = None
@@ -94,7 +95,7 @@ class Ladder:
     def host(self, wanted: bool, now: float) -> None:
         """Note whether the scheduler wants the policy here."""
         if wanted:
-            self.linger_until_s = None
+            self.linger_until_s, self.released = None, False
         elif self.hosted:
             self.linger_until_s = now + self._settings.linger_s
         self.hosted = wanted
@@ -181,15 +182,16 @@ class Ladder:
         return self._request(now)
 
     def release(self) -> list[Effect]:
-        """Nobody wants the policy any more: drop the copy and whatever is under way."""
+        """Nobody wants or uses the policy any more: drop the copy, the engine's weights and
+        whatever is under way. A copy that is being dropped is dropped once more, for the engine's
+        sake: the work that kept its weights there is over now."""
         self.linger_until_s = None
-        if self.stage is Stage.DISCARDING:
-            return []
+        self.released = True
         self.failures = 0
         effects: list[Effect] = []
         if self.stage is Stage.FETCHING:
             effects.append(CancelFetch(policy=self.policy, ticket=self._ticket))
-        return [*effects, *self._discard()]
+        return [*effects, *self._discard(unload=True)]
 
     def advance(self, now: float) -> list[Effect]:
         """What is due: the next try after a back-off, the repeated standing request."""
@@ -232,14 +234,14 @@ class Ladder:
         )
         return [ToWeightStore(message=request)]
 
-    def _discard(self) -> list[Effect]:
+    def _discard(self, *, unload: bool = False) -> list[Effect]:
         self._doubtful = True
         self._integrity_failures = 0
         self.version, self.digest, self.target = None, "", None
         self.stage = Stage.DISCARDING
         self._due_s = None
         self._ticket = next(self._tickets)
-        return [DiscardCopy(policy=self.policy)]
+        return [DiscardCopy(policy=self.policy, unload=unload)]
 
     def _back_off(self, now: float) -> None:
         self.stage = Stage.BACKING_OFF

@@ -100,7 +100,7 @@ class Weights:
         ladder = self._ladders.get(policy)
         if ladder is None:
             return []
-        if not ladder.hosted:
+        if ladder.released:
             del self._ladders[policy]
             return []
         return ladder.discarded(now)

@@ -193,6 +193,10 @@ class FakeEngine:
         """See ``Engine.load_policy``."""
         self._policies[policy] = await asyncio.to_thread(FakePolicy, folder, version)
 
+    async def unload_policy(self, policy: str) -> None:
+        """See ``Engine.unload_policy``."""
+        self._policies.pop(policy, None)
+
     async def apply(self, policy: str, version: int, tensors: Mapping[str, TensorBytes]) -> float:
         """See ``Engine.apply``."""
         hosted = self._policies.get(policy)

@@ -16,6 +16,7 @@ of them have ended. Between two waves the policy of the oldest waiting request g
 
 import asyncio
 import contextlib
+import gc
 import math
 import queue
 import threading
@@ -158,6 +159,14 @@ class TorchEngine:
             self._policies[policy] = await asyncio.to_thread(self._load, policy, folder, version)
         _log.info("engine.policy_loaded", policy=policy, version=version, device=self._device)
 
+    async def unload_policy(self, policy: str) -> None:
+        """See ``Engine.unload_policy``. On a GPU the memory is free for other processes, too."""
+        async with self._changing:
+            if self._policies.pop(policy, None) is None:
+                return
+            await asyncio.to_thread(self._free)
+        _log.info("engine.policy_unloaded", policy=policy)
+
     async def apply(self, policy: str, version: int, tensors: Mapping[str, TensorBytes]) -> float:
         """See ``Engine.apply``."""
         async with self._changing:
@@ -202,6 +211,15 @@ class TorchEngine:
         self._limit_threads()
         return HostedPolicy(name, folder, version, device=self._device, compute=self._compute)
 
+    def _free(self) -> None:
+        """Some models refer to themselves: what is gone would stay until Python looks for it."""
+        import torch
+
+        gc.collect()
+        if torch.device(self._device).type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda.empty_cache()
+
     def _stage(
         self, hosted: HostedPolicy, version: int, tensors: Mapping[str, TensorBytes]
     ) -> "dict[str, torch.Tensor]":
@@ -224,9 +242,8 @@ class TorchEngine:
             with torch.inference_mode():
                 while not self._closing:
                     self._receive(wait=not self._waiting)
-                    admitted = self._admit()
-                    if admitted:
-                        self._run_wave(admitted)
+                    # Kept in no variable: while we wait for more, it would keep its policy loaded.
+                    self._run_wave(self._admit())
         finally:
             # Also after a crash: somebody who asks gets an answer until the engine is closed.
             self._refuse_until_closed()
@@ -266,6 +283,8 @@ class TorchEngine:
         return admitted
 
     def _run_wave(self, admitted: list[tuple[_Job, Row]]) -> None:
+        if not admitted:
+            return
         policy = admitted[0][0].policy
         jobs = {id(row): job for job, row in admitted}
         began_s = self._clock.monotonic_s()

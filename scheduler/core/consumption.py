@@ -169,7 +169,9 @@ def checkpoint(ctx: Context, policy: Policy, message: CheckpointReport) -> None:
     if not known or message.step < policy.checkpoint_step or (ahead and version <= policy.head):
         ctx.count("trainers.stale_checkpoint")
         return
-    if ahead:
+    # The same step under a higher number: a trainer that came back published it once more.
+    again = message.step == policy.step and version > max(policy.floor, policy.head)
+    if ahead or again:
         move_head(ctx, policy, message.step, version)
     if (message.step, version) != (policy.checkpoint_step, policy.checkpoint_version):
         reach_checkpoint(ctx, policy, message.step, version)

@@ -203,6 +203,36 @@ async def test_a_policy_loaded_anew_starts_over(case: Case) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_policy_can_be_unloaded_and_loaded_again(case: Case) -> None:
+    await case.engine.load_policy(B, case.folder, 1)
+    before = await case.engine.generate(case.request(name="before", policy=B))
+    await case.engine.unload_policy(A)
+    await case.engine.unload_policy(A)
+    await case.engine.unload_policy("run/unheard-of")
+    assert (case.engine.version(A), case.engine.version(B)) == (None, 1)
+    with pytest.raises(GenerationFailed, match=A):
+        case.engine.encode(A, "3 + 4 =")
+    with pytest.raises(WeightApplyFailed, match=A):
+        await case.engine.apply(A, 4, case.weights(B))
+    await case.engine.load_policy(A, case.folder, 5)
+    again = await case.engine.generate(case.request(name="before", policy=B))
+    assert [c.tokens for c in again] == [c.tokens for c in before]
+    (completion,) = await case.engine.generate(case.request(n=1))
+    assert set(completion.versions) == {5}
+
+
+@pytest.mark.asyncio
+async def test_unloading_takes_nothing_from_what_is_in_flight(case: Case) -> None:
+    task = asyncio.create_task(case.engine.generate(case.request(n=4, max_new_tokens=200)))
+    await until_tokens(case.engine, 8)
+    await case.engine.unload_policy(A)
+    completions = await task
+    assert {version for c in completions for version in c.versions} == {3}
+    for completion in completions:
+        check_shape(completion, 200)
+
+
+@pytest.mark.asyncio
 async def test_sequences_in_flight_go_on_through_a_swap(case: Case) -> None:
     task = asyncio.create_task(case.engine.generate(case.request(n=4, max_new_tokens=200)))
     await until_tokens(case.engine, 8)

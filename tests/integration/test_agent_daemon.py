@@ -5,10 +5,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from agent_cloud import POLICY, AgentCloud
 
+from edge_agent import shell
+from edge_agent.core.settings import AgentSettings
 from edge_agent.daemon import load_keys, run_daemon
 from edge_agent.engines.fake import FakeEngine
 from transport.errors import ConfigError, StoreError, WeightApplyFailed
@@ -351,6 +354,75 @@ async def test_a_policy_that_is_hosted_no_more_takes_no_work_but_its_last_versio
     cloud.publish()
     assert (await cloud.hear(VersionServing, 2)).version == 1
     assert await life.end() == 0
+
+
+@pytest.mark.asyncio
+async def test_a_policy_that_nobody_wants_leaves_disk_and_engine_and_can_come_back(
+    cloud: AgentCloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = shell.core_settings
+
+    def settings(*arguments: Any) -> AgentSettings:
+        return msgspec.structs.replace(whole(*arguments), linger_s=0.02)
+
+    monkeypatch.setattr(shell, "core_settings", settings)
+    engine = FakeEngine(16)
+    unloaded = asyncio.Event()
+
+    async def unload_policy(policy: str) -> None:
+        await FakeEngine.unload_policy(engine, policy)
+        unloaded.set()
+
+    monkeypatch.setattr(engine, "unload_policy", unload_policy)
+    cloud.publish()
+    life = Life(cloud, engines=lambda config, clock: engine)
+    await cloud.hear(VersionServing)
+    cloud.say(HostedPolicies(policies=()))
+    await unloaded.wait()
+    assert engine.version(POLICY) is None
+    await cloud.until(lambda: not cloud.all(Heartbeat)[-1].versions)
+    cloud.say(HostedPolicies(policies=(POLICY,)))
+    again = await cloud.hear(VersionServing, 2)
+    assert again.digest == cloud.digest()
+    assert again.fetched_bytes > 0
+    assert engine.version(POLICY) == 0
+    assert await life.end() == 0
+
+
+WORKFLOW = """
+from edge_agent.workflow import Rollout
+
+async def terse(context, item):
+    drawn = await context.policy().generate(item.prompt, n=context.group_size, max_new_tokens=1)
+    return [Rollout.of(each, reward=0.25) for each in drawn]
+"""
+
+
+@pytest.mark.asyncio
+async def test_an_agent_offers_and_runs_workflows_of_its_owner(
+    cloud: AgentCloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = "farflow_owners_workflows:terse"
+    (cloud.folder / "farflow_owners_workflows.py").write_text(WORKFLOW)
+    monkeypatch.syspath_prepend(str(cloud.folder))
+    cloud.publish()
+    life = Life(cloud, workflows=(reference,))
+    hello = await cloud.hear(Hello)
+    assert hello.agent is not None
+    assert set(hello.agent.workflows) == {"single_turn", reference}
+    await cloud.hear(VersionServing)
+    cloud.offer(1, workflow=reference)
+    await cloud.until(lambda: cloud.bodies)
+    (group,) = cloud.groups().values()
+    assert [(len(s.tokens), s.reward) for s in group.sequences] == [(1, 0.25)] * 4
+    assert await life.end() == 0
+
+
+@pytest.mark.asyncio
+async def test_an_agent_without_a_workflow_of_its_table_does_not_start(cloud: AgentCloud) -> None:
+    with pytest.raises(ConfigError, match=r"'no_such_module:f'.*pip install"):
+        await Life(cloud, workflows=("no_such_module:f",)).task
+    assert cloud.heard == []
 
 
 @pytest.mark.asyncio

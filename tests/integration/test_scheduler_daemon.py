@@ -37,12 +37,11 @@ from scheduler.event_log import (
 )
 from scheduler.metrics_file import MetricsFiles
 from scheduler.operator import Operator, RequestRefused
-from scheduler.plane_hub import link_options
 from scheduler.service import Worker
 from scheduler.store import SchedulerStore
 from transport.envelope import CONTROL_FRAME_BYTES
 from transport.errors import PeerUnreachable, StoreError
-from transport.keys import KeyPair, PublicKey, create_keys, load_toml, trainer_name
+from transport.keys import KeyPair, create_keys, load_server_key, trainer_name
 from transport.messages import (
     AgentInventory,
     BatchGrant,
@@ -70,6 +69,7 @@ from transport.messages import (
     WeightsRequest,
     Welcome,
 )
+from transport.plane_links import link_options
 from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
 from transport.runtime.clock import ManualClock, SystemClock
 from transport.runtime.settings import TransportConfig
@@ -408,7 +408,7 @@ class Deployment:
         keys = self.folder / "keys"
         pair = KeyPair.load(keys / f"{key}.toml") if isinstance(key, str) else key
         options = link_options(self.transport(), plane)._replace(reconnect_s=0.02)
-        server = load_toml(keys / "server.public.toml", PublicKey).public_key
+        server = load_server_key(keys)
         endpoint = f"tcp://127.0.0.1:{self.ports[plane.value]}"
         link = PlaneLink(self.network.link(endpoint, options, key=pair, server_key=server), plane)
         self.links.append(link)

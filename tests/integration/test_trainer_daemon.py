@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from cloud_trainer.checkpoints import lineage_ids
 from cloud_trainer.config import TrainerTable
 from cloud_trainer.numpy_trainer import NumpyTrainer
 from cloud_trainer.trainer import Trainer
-from transport.errors import ConfigError, ModelError, StoreError
-from transport.messages import Plane, VersionRejected
+from transport.errors import ConfigError, ModelError, StoreError, WindowFull
+from transport.messages import BatchRequest, BodyRequest, Message, Plane, VersionRejected
+from transport.plane_links import PlaneLinks
 from transport.runs import PolicySpec
 from transport.trajectory import body_digest
 from transport.weights.digest import is_finite, state_digest
@@ -91,6 +94,51 @@ async def test_a_crash_returns_to_the_checkpoint_and_forks_the_version_tree(tmp_
     assert cloud.scheduler.final == (9, numbers[-1])
     assert len(trained_jobs(cloud)) == 18
     assert len(cloud.scheduler.incarnations) == 2
+
+
+@pytest.mark.asyncio
+async def test_restarts_after_a_rollback_go_on_from_its_one_version(tmp_path: Path) -> None:
+    committed = tmp_path / "trainer" / "checkpoints" / "step-00000004"
+    async with TrainerCloud(tmp_path, steps=9, checkpoint_every=4) as cloud:
+        await cloud.train_until(lambda c: len(tree(c)) >= 6 and committed.exists())
+        cloud.deaf.add(Plane.TRAJECTORIES)  # so that no step is made
+        before = lineage_ids(tmp_path / "trainer")
+        await cloud.train_until(lambda c: tree(c)[-1][1:] == (4, 4))
+        again = tree(cloud)[-1][0]
+        for _ in range(2):
+            requests = cloud.heard["BodyRequest"]
+            await cloud.train_until(lambda c, n=requests: c.heard["BodyRequest"] > n)
+            assert tree(cloud)[-1] == (again, 4, 4)
+            assert cloud.scheduler.head == again
+        assert lineage_ids(tmp_path / "trainer") == before
+        stored = {m.version: m.digest for m in cloud.versions.versions(POLICY)}
+        assert stored[again] == stored[4]
+        cloud.deaf.clear()
+        assert await cloud.train() == 0
+    assert tree(cloud)[-5:] == [(again + n, again + n - 1, 4 + n) for n in range(1, 6)]
+    assert len(cloud.scheduler.incarnations) == 5
+    assert len(trained_jobs(cloud)) == 18
+
+
+@pytest.mark.asyncio
+async def test_requests_that_a_link_does_not_take_are_made_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: Counter[type[Message]] = Counter()
+    take = PlaneLinks.send_or_raise
+
+    def refuse_two(
+        links: PlaneLinks, plane: Plane, message: Message, payload: Sequence[bytes] = ()
+    ) -> None:
+        if isinstance(message, BodyRequest | BatchRequest) and refused[type(message)] < 2:
+            refused[type(message)] += 1
+            raise WindowFull("the peer does not keep up")
+        take(links, plane, message, payload)
+
+    monkeypatch.setattr(PlaneLinks, "send_or_raise", refuse_two)
+    async with TrainerCloud(tmp_path, steps=2) as cloud:
+        assert await asyncio.wait_for(cloud.train(fetch_timeout_s=60.0), 10.0) == 0
+    assert refused == {BodyRequest: 2, BatchRequest: 2}
 
 
 @pytest.mark.asyncio

@@ -6,6 +6,7 @@ import signal
 import pytest
 from publisher import Trainer, weights
 from service_world import POLICY, PlaneLink, service_world, until
+from signing import signing_key
 
 from scheduler.weight_store import NAME, serve
 from transport.chunks import ChunkFetcher
@@ -20,7 +21,6 @@ from transport.messages import (
     WeightsPlan,
     WeightsRequest,
 )
-from transport.weights import manifest as manifests
 
 PLANE = Plane.WEIGHTS
 
@@ -29,7 +29,7 @@ async def fetch(link: PlaneLink, plan: WeightsPlan) -> dict[str, bytes]:
     """An agent's side: every file of a plan, by name, verified chunk by chunk."""
     entries = []
     for step in plan.steps:
-        listed = manifests.decode_manifest(step.manifest)
+        listed = decode_manifest(step.manifest)
         entries += [entry for entry in listed.files if entry.name in step.files]
     fetcher = ChunkFetcher(entries)
     parts: dict[tuple[str, int], bytes] = {}
@@ -89,7 +89,7 @@ async def test_only_the_policys_own_trainer_with_its_own_signature_may_publish(t
         [rejected] = await other.expect(VersionRejected)
         assert (rejected.code, rejected.policy) == ("protocol.authentication", "sums/judge")
         own = world.link(trainer_name(POLICY), PLANE, port)
-        await trainer.offer(own, trainer.first, key=manifests.SigningKey("22" * 32))
+        await trainer.offer(own, trainer.first, key=signing_key("22" * 32))
         [rejected] = await own.expect(VersionRejected)
         assert (rejected.code, rejected.version) == ("protocol.authentication", 0)
         agent = world.link("a", PLANE, port)

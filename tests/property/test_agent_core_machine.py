@@ -190,9 +190,14 @@ class AgentMachine(RuleBasedStateMachine):
                 self.swaps[policy] = effect
             case OpenCopy(policy=policy):
                 self.opening.append(policy)
-            case DiscardCopy(policy=policy):
-                # The engine goes on with what it has; only its copy can no longer be built upon.
+            case DiscardCopy(policy=policy, unload=unload):
+                # The engine goes on with what it has, unless nobody uses it; its copy can no
+                # longer be built upon.
                 self.trusted[policy] = False
+                if unload:
+                    self.engine[policy] = None
+                    users = (self.running | self.scoring).values()
+                    assert all(policy not in o.policies.values() for o in users)
                 self.swaps.pop(policy, None)
                 self.opening = [one for one in self.opening if one != policy]
                 self.discarding.append(policy)

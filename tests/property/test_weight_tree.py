@@ -1,32 +1,24 @@
 """From any version that an agent may hold there is a way to any version that is kept."""
 
-import dataclasses
 import tempfile
 from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from signing import signing_key
 
 from edge_agent.weight_copy import WeightCopies
 from scheduler.weight_versions import WeightVersions
 from transport.weights.folder import write_model_folder
-from transport.weights.manifest import SigningKey
+from transport.weights.manifest import sign
 from transport.weights.plan import cheapest_route
 from transport.weights.publication import build_delta_version, build_version0
 from transport.weights.tensors import TensorBytes
 
-KEY = SigningKey("11" * 32)
+KEY = signing_key()
 POLICY = "r/p"
-
-
-@dataclasses.dataclass
-class Trusted:
-    verify_key: str = KEY.public_hex
-    policy: str = POLICY
-
-
-TRUSTED = {KEY.key_id: Trusted()}
+TRUSTED = {KEY.key_id: KEY.public}
 
 
 @st.composite
@@ -113,7 +105,7 @@ def test_every_agent_reaches_the_head_through_any_history(seed, history):
 
         store = opened()
         first = build_version0(root / "model", run="r", policy=POLICY, created_wall_s=0.0)
-        store.add_version(KEY.sign(first.manifest), first.files)
+        store.add_version(sign(first.manifest, KEY), first.files)
         states, number = {0: tensors}, 0
         faithful = WeightCopies(root / "faithful", trusted=TRUSTED, fold_every=3)
         lagging = WeightCopies(root / "lagging", trusted=TRUSTED)
@@ -139,7 +131,7 @@ def test_every_agent_reaches_the_head_through_any_history(seed, history):
                     step=number,
                     created_wall_s=0.0,
                 )
-                store.add_version(KEY.sign(publication.manifest), publication.files)
+                store.add_version(sign(publication.manifest, KEY), publication.files)
                 parent = number
             agents = [faithful]
             if event == "maintain":

@@ -37,7 +37,7 @@ from transport.messages import (
 from transport.runtime.settings import TransportConfig
 from transport.trajectory import TrajectoryGroup, unpack
 from transport.weights.folder import read_model_folder
-from transport.weights.manifest import SigningKey
+from transport.weights.manifest import sign
 from transport.weights.publication import Publication, build_delta_version, build_version0
 from transport.weights.tensors import TensorBytes
 
@@ -54,7 +54,7 @@ class AgentCloud:
         self.model = model or make_numpy_model(folder / "model", seed=1)
         self.keys: DeploymentKeys = create_keys(folder / "keys", agents=["near"], trainers=[POLICY])
         signer = self.keys.signers[POLICY]
-        self.signing = SigningKey(signer.secret_key)
+        self.signing = signer
         self.versions = WeightVersions(
             folder / "store", trusted={signer.public.key_id: signer.public}
         )
@@ -162,7 +162,7 @@ class AgentCloud:
             publication = build_delta_version(
                 old, state, version=number + 1, parent=number, step=number + 1, **place
             )
-        self.versions.add_version(self.signing.sign(publication.manifest), publication.files)
+        self.versions.add_version(sign(publication.manifest, self.signing), publication.files)
         self._newest = (publication, state)
         self._answer_standing()
         return publication.manifest.version

@@ -8,8 +8,8 @@ from service_world import POLICY, PlaneLink
 
 from transport.keys import SigningKey, trainer_name
 from transport.messages import Chunk, ChunkRequest, VersionDurable, VersionOffer
-from transport.weights import manifest as manifests
 from transport.weights.folder import write_model_folder
+from transport.weights.manifest import sign
 from transport.weights.publication import Publication, build_delta_version, build_version0
 from transport.weights.tensors import TensorBytes
 
@@ -30,8 +30,7 @@ class Trainer:
 
     def __init__(self, folder: Path, policy: str = POLICY) -> None:
         self.policy = policy
-        key = SigningKey.load(folder / "keys" / "signing" / f"{trainer_name(policy)}.toml")
-        self.key = manifests.SigningKey(key.secret_key)
+        self.key = SigningKey.load(folder / "keys" / "signing" / f"{trainer_name(policy)}.toml")
         self.weights = weights(0)
         model = folder / f"model-{trainer_name(policy)}"
         write_model_folder(model, self.weights, {"config.json": b"{}"})
@@ -61,7 +60,7 @@ class Trainer:
         return made
 
     async def offer(self, link: PlaneLink, made: Publication, key=None) -> None:
-        signed = (key or self.key).sign(made.manifest)
+        signed = sign(made.manifest, key or self.key)
         await link.send(
             VersionOffer(manifest=signed.manifest, signature=signed.signature, key_id=signed.key_id)
         )

@@ -12,12 +12,13 @@ from pathlib import Path
 import msgspec
 
 from scheduler.config import SchedulerConfig, SchedulerTable
-from scheduler.plane_hub import PlaneHub, link_options
+from scheduler.plane_hub import PlaneHub
 from transport.envelope import LIMITS, decode, encode
 from transport.errors import WindowFull
-from transport.keys import KeyPair, PublicKey, create_keys, load_toml
+from transport.keys import KeyPair, create_keys
 from transport.links import Link
 from transport.messages import Hello, Message, Ping, Plane, Pong, Welcome
+from transport.plane_links import link_options
 from transport.runtime.clock import SystemClock
 from transport.runtime.settings import TransportConfig
 from transport.zmq_links import ZmqNetwork
@@ -195,7 +196,7 @@ class ServiceWorld:
                 f"tcp://127.0.0.1:{port}",
                 link_options(self.transport, plane)._replace(reconnect_s=0.02),
                 key=KeyPair.load(keys / f"{name}.toml"),
-                server_key=load_toml(keys / "server.public.toml", PublicKey).public_key,
+                server_key=load_server_key(keys),
             ),
             plane,
         )

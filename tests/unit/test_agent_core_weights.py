@@ -209,9 +209,33 @@ def test_a_policy_no_longer_hosted_gets_its_last_version_and_is_dropped_later() 
     assert reason_for(story.scheduler(offer(3))) == "policy_unknown"
     assert said(VersionServing, story.serve(2))[0].version == 2
     assert of(DiscardCopy, story.wait(70.0)) == []
-    assert one(DiscardCopy, story.spool(offer(1))).policy == POLICY
+    dropped = one(DiscardCopy, story.spool(offer(1)))
+    assert (dropped.policy, dropped.unload) == (POLICY, True)
     story.feed(CopyDiscarded(policy=POLICY))
     assert set(story.core.status().policies) == {"new/solver"}
+
+
+def test_a_copy_in_doubt_leaves_the_engine_to_its_work_until_nobody_wants_it() -> None:
+    story = Story(linger_s=60.0).up(version=1)
+    story.scheduler(offer(1))
+    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
+    failed = StageFailed(policy=POLICY, ticket=fetched.ticket, code="integrity.base")
+    assert not one(DiscardCopy, story.feed(failed)).unload
+    story.scheduler(HostedPolicies(policies=()))
+    assert of(DiscardCopy, story.wait(70.0)) == []
+    assert one(DiscardCopy, story.spool(offer(1))).unload
+    story.feed(CopyDiscarded(policy=POLICY), CopyDiscarded(policy=POLICY))
+    assert story.core.status().policies == {}
+
+
+def test_a_policy_that_lingers_gets_a_new_copy_for_one_that_was_in_doubt() -> None:
+    story = Story(linger_s=60.0).up(version=1)
+    story.scheduler(HostedPolicies(policies=()))
+    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
+    story.feed(StageFailed(policy=POLICY, ticket=fetched.ticket, code="integrity.base"))
+    story.feed(CopyDiscarded(policy=POLICY))
+    assert asked(story.wait(59.0))[0].have_version is None
+    assert one(DiscardCopy, story.wait(2.0)).unload
 
 
 def test_a_policy_hosted_again_within_its_time_is_kept() -> None:

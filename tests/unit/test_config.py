@@ -101,6 +101,8 @@ policies = ["p"]
         ('source = "reasoning-gym"', 'source = "jsonl"', "task.path: missing"),
         ('dataset = "chain_sum"', "", "task.dataset: missing"),
         ("[task]", "[tasks]", "unknown table [tasks]"),
+        ('policies = ["p"]', 'policies = ["p"]\ntemperature = 0.7', "settings.temperature"),
+        ('policies = ["p"]', 'policies = ["p"]\ntemperature = 0', "workflow.temperature"),
         ('[workflow]\npolicies = ["p"]', "", "[workflow]: missing"),
     ],
 )

@@ -13,26 +13,28 @@ from cloud_trainer.chunk_service import ChunkService
 from cloud_trainer.core.effects import BuildVersion
 from cloud_trainer.numpy_trainer import make_numpy_model
 from cloud_trainer.outbox import Outbox
-from cloud_trainer.plane_links import PlaneLinks, TrainerKeys
 from cloud_trainer.publisher import Publisher
+from edge_agent.weight_copy import WeightCopies
 from scheduler.weight_versions import WeightVersions
 from transport.envelope import LIMITS, decode
 from transport.errors import IntegrityError, InvariantViolation, StoreError
-from transport.keys import SignerKey
+from transport.keys import SigningKey
 from transport.links import LinkOptions
 from transport.memory_links import MemoryNetwork
-from transport.messages import Chunk, ChunkRequest, Plane, VersionOffer
+from transport.messages import BodyRequest, Chunk, ChunkRequest, Plane, VersionOffer
+from transport.plane_links import PlaneLinks
 from transport.runtime.clock import ManualClock
 from transport.runtime.settings import TransportConfig
 from transport.weights.digest import state_digest
 from transport.weights.folder import read_model_folder
-from transport.weights.manifest import SignedManifest, SigningKey, decode_manifest, verify
+from transport.weights.manifest import SignedManifest, decode_manifest, sign, verify
 from transport.weights.publication import build_version0
 from transport.weights.tensors import TensorBytes
+from transport.zmq_links import ZmqNetwork
 
 POLICY = "run/solver"
-SIGNER = SigningKey.generate()
-TRUSTED = {SIGNER.key_id: SignerKey(name="signer", policy=POLICY, verify_key=SIGNER.public_hex)}
+SIGNER = SigningKey.generate("signer", POLICY)
+TRUSTED = {SIGNER.key_id: SIGNER.public}
 Tensors = Mapping[str, TensorBytes]
 
 
@@ -157,6 +159,100 @@ def test_a_checkpoints_version_can_be_published_whole(setting: Setting, tmp_path
     assert state_digest(store.reconstruct(POLICY, 3)) == state_digest(setting.states[3])
 
 
+def again(version: int, parent: int, step: int) -> BuildVersion:
+    return BuildVersion(version=version, parent=parent, step=step, again=True)
+
+
+def follow(store: WeightVersions, copies: WeightCopies) -> Mapping[str, TensorBytes]:
+    """An agent's copy goes to the store's head; the tensors that changed on the way."""
+    held = copies.held().get(POLICY)
+    plan = store.plan(POLICY, *((held.version, held.digest) if held else ()))
+    assert plan is not None
+    blobs = copies.blobs(POLICY)
+    for entry in copies.wanted(plan):
+        for index in range(len(entry.chunk_digests)):
+            blobs.write_chunk(entry, index, store.read_chunk(entry.digest, index) or b"")
+        blobs.complete(entry)
+    staged = copies.stage(plan)
+    copies.commit(staged)
+    return staged.changed
+
+
+def test_weights_published_again_lead_agents_from_everywhere_to_the_checkpoint(
+    setting: Setting, tmp_path: Path
+) -> None:
+    store = WeightVersions(tmp_path / "store", trusted=TRUSTED)
+    copies = [WeightCopies(tmp_path / f"agent-{n}", trusted=TRUSTED) for n in range(2)]
+    publisher = setting.publisher()
+    for offer in (publisher.build(WHOLE_0)[0], setting.publish(publisher, 1)):
+        store.add_version(signed(offer), setting.files(offer))
+    follow(store, copies[0])
+    for step in (2, 3):
+        offer = setting.publish(publisher, step)
+        store.add_version(signed(offer), setting.files(offer))
+    follow(store, copies[1])
+    publisher = setting.publisher(at=1)
+    offer, facts = publisher.build(again(4, parent=1, step=1))
+    assert facts["changed_cells"] == 0
+    assert facts["file_bytes"] < 1024
+    manifest = store.add_version(signed(offer), setting.files(offer))
+    assert (manifest.digest, manifest.parent, manifest.step) == (manifest.base_digest, 1, 1)
+    assert follow(store, copies[0]) == {}
+    assert follow(store, copies[1]) != {}
+    for copy in copies:
+        assert copy.held()[POLICY].version == 4
+        assert state_digest(copy.tensors(POLICY)) == state_digest(setting.states[1])
+    again_opened = WeightCopies(tmp_path / "agent-0", trusted=TRUSTED)
+    assert again_opened.held() == copies[0].held()
+    publisher.capture(2, setting.states[2])
+    offer, _ = publisher.build(BuildVersion(version=5, parent=4, step=2))
+    store.add_version(signed(offer), setting.files(offer))
+    assert follow(store, copies[0])
+    assert WeightVersions(tmp_path / "store", trusted=TRUSTED).reconstruct(POLICY, 4)
+
+
+def test_the_outbox_knows_the_newest_number_of_a_checkpoints_weights(setting: Setting) -> None:
+    publisher = setting.publisher()
+    publisher.build(WHOLE_0)
+    for step in (1, 2):
+        setting.publish(publisher, step)
+    publisher = setting.publisher(at=1)
+    offer, _ = publisher.build(again(3, parent=1, step=1))
+    note = setting.folder / "outbox" / "again"
+    assert note.read_bytes() == b'{"of":1,"step":1,"version":3}'
+    note.unlink()  # as after a crash just before it
+    outbox = setting.reopen()
+    assert [outbox.newest_number(*at) for at in ((1, 1), (1, 2), (2, 2), (0, 0))] == [3, 1, 2, 0]
+    assert [p.version for p in outbox.ancestry(3)] == [0, 1, 3]
+    found, facts = setting.publisher(at=1).build(BuildVersion(version=3, parent=1, step=1))
+    assert (found, facts) == (offer, {"version": 3, "again": True})
+    for version in (0, 1, 3):
+        outbox.remove(version)
+    assert setting.reopen().newest_number(1, 1) == 3
+    publisher = setting.publisher(at=1)
+    publisher._base_version = 3
+    publisher.build(again(4, parent=3, step=1))
+    setting.outbox.remove(4)
+    assert setting.reopen().newest_number(1, 1) == 4
+    setting.outbox.clear()
+    assert setting.reopen().newest_number(1, 1) == 1
+    assert setting.outbox.highest == 4
+
+
+def test_weights_whose_files_were_lost_are_published_under_one_more_number(
+    setting: Setting,
+) -> None:
+    publisher = setting.publisher(at=1)
+    offer, _ = publisher.build(again(3, parent=1, step=1))
+    (entry,) = decode_manifest(offer.manifest).files
+    (setting.folder / "outbox" / "blobs" / entry.digest).unlink()
+    assert setting.reopen().newest_number(1, 1) == 1
+    (setting.folder / "outbox" / "again").write_text("{")
+    with structlog.testing.capture_logs() as logs:
+        assert setting.reopen().newest_number(1, 1) == 1
+    assert [log["event"] for log in logs] == ["outbox.damaged"]
+
+
 def test_another_models_version_of_the_same_number_is_built_anew(setting: Setting) -> None:
     setting.publisher().build(WHOLE_0)
     other = setting.publisher(at=0)
@@ -241,7 +337,7 @@ async def test_more_chunks_than_a_link_holds_arrive_one_by_one(setting: Setting)
     publication = build_version0(
         setting.model, run="run", policy=POLICY, created_wall_s=0.0, chunk_bytes=128
     )
-    setting.outbox.add(publication, SIGNER.sign(publication.manifest))
+    setting.outbox.add(publication, sign(publication.manifest, SIGNER))
     entry = next(e for e in publication.manifest.files if e.kind == "snapshot")
     count = len(entry.chunk_digests)
     assert count > 3 * LinkOptions.for_plane(Plane.WEIGHTS).window_messages
@@ -250,7 +346,7 @@ async def test_more_chunks_than_a_link_holds_arrive_one_by_one(setting: Setting)
     transport = TransportConfig(
         control_port=hub.port, trajectories_port=hub.port, weights_port=hub.port
     )
-    links = PlaneLinks(network, transport, TrainerKeys(None, None, SIGNER))
+    links = PlaneLinks(network, transport, key=None, server_key=None)
     with ThreadPoolExecutor(1) as reader:
         service = ChunkService(setting.outbox, links, reader)
         serving = asyncio.create_task(service.run())
@@ -273,5 +369,25 @@ async def test_more_chunks_than_a_link_holds_arrive_one_by_one(setting: Setting)
         await asyncio.gather(serving, return_exceptions=True)
     assert lost == {(entry.digest, count + 7), ("0" * 64, 0)}
     assert b"".join(got[index] for index in range(count)) == publication.files[entry.name]
+    await links.close()
+    await network.close()
+
+
+@pytest.mark.asyncio
+async def test_bodies_asked_for_one_by_one_in_a_burst_are_all_asked_for() -> None:
+    network = ZmqNetwork()
+    hub = network.hub("tcp://127.0.0.1:0", LinkOptions.for_plane(Plane.TRAJECTORIES))
+    ports = dict.fromkeys(("control_port", "trajectories_port", "weights_port"), hub.port)
+    links = PlaneLinks(network, TransportConfig(**ports), key=None, server_key=None)
+    await links._links[Plane.TRAJECTORIES].wait_connected()
+    digests = [f"{number:064d}" for number in range(40)]
+    assert all(links.send(Plane.TRAJECTORIES, BodyRequest(digests=(d,))) for d in digests)
+    asked: list[str] = []
+    while len(asked) < len(digests):
+        for inbound in await hub.recv():
+            message, _ = decode(inbound.frames, LIMITS[Plane.TRAJECTORIES])
+            assert isinstance(message, BodyRequest)
+            asked.extend(message.digests)
+    assert asked == digests
     await links.close()
     await network.close()

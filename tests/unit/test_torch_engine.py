@@ -1,6 +1,7 @@
 """The torch engine: exact log-probabilities, repeatable draws, weights that change in flight."""
 
 import asyncio
+import gc
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch_models import EXAMPLE, random_gpt2, random_qwen3
 
 from edge_agent.engine import GenerationRequest, SamplingParams
 from edge_agent.engines.torch_engine import TorchEngine
+from edge_agent.engines.torch_policy import HostedPolicy
 from transport.errors import GenerationFailed, ModelError, WeightApplyFailed
 from transport.weights.folder import read_model_folder
 from transport.weights.tensors import TensorBytes
@@ -222,6 +224,19 @@ async def test_weights_that_do_not_fit_change_nothing(engine, qwen, bad, message
     assert "p version 8" in str(error.value)
     assert engine.version("p") == 7
     assert dict(engine.read_weights("p")) == read_model_folder(qwen)
+
+
+async def test_an_unloaded_policy_leaves_the_memory(engine, qwen):
+    def loaded():
+        return sum(type(each) is HostedPolicy for each in gc.get_objects())
+
+    gc.collect()
+    before = loaded()
+    await engine.load_policy("p", qwen, 0)
+    await engine.generate(request((3, 4), n=2))
+    assert loaded() == before + 1
+    await engine.unload_policy("p")
+    assert loaded() == before
 
 
 async def test_policies_do_not_share_weights_versions_or_batches(engine, qwen, tmp_path):

@@ -1,11 +1,11 @@
 """The agent's own copy: stage, commit, crash, discard."""
 
 import shutil
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
+from signing import signing_key
 
 from edge_agent.weight_copy import WeightCopies
 from transport.errors import (
@@ -19,17 +19,17 @@ from transport.errors import (
 from transport.messages import VersionRef, WeightsPlan
 from transport.weights.digest import state_digest
 from transport.weights.folder import read_artefacts, read_model_folder, write_model_folder
-from transport.weights.manifest import DELTA_NAME, SigningKey
+from transport.weights.manifest import DELTA_NAME, sign
 from transport.weights.manifest_folder import StoredManifest
 from transport.weights.publication import build_delta_version, build_version0
 from transport.weights.tensors import TensorBytes
 
-KEY = SigningKey("11" * 32)
+KEY = signing_key()
 POLICY = "r/p"
 PLACE = {"run": "r", "policy": POLICY, "created_wall_s": 0.0}
 ARTEFACTS = {"config.json": b"{}", "tokenizer.json": b"[]"}
 
-TRUSTED = {KEY.key_id: SimpleNamespace(verify_key=KEY.public_hex, policy=POLICY)}
+TRUSTED = {KEY.key_id: KEY.public}
 
 
 def tensors(seed):
@@ -62,7 +62,7 @@ class Versions:
             self.states[version] = new
 
     def signed(self, version):
-        return KEY.sign(self.publications[version].manifest)
+        return sign(self.publications[version].manifest, KEY)
 
     def ref(self, version):
         digest = self.publications[version].manifest.digest
@@ -260,7 +260,7 @@ def test_damaged_files_are_refused_and_the_copy_stays(open_copies, versions):
 
 def test_unsigned_and_oversized_plans_are_refused_before_anything_is_fetched(open_copies, versions):
     plan = versions.plan(0)
-    stranger = SigningKey("22" * 32).sign(versions.publications[0].manifest)
+    stranger = sign(versions.publications[0].manifest, signing_key("22" * 32))
     step = msgspec.structs.replace(
         plan.steps[0], signature=stranger.signature, key_id=stranger.key_id
     )

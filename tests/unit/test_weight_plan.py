@@ -1,13 +1,12 @@
 """Routes through the tree, and what a plan must prove."""
 
-import dataclasses
-
 import msgspec
 import pytest
+from signing import signing_key
 
 from transport.errors import AuthenticationFailed, RemoteProtocolError, SizeLimitExceeded
 from transport.messages import PlanStep, WeightsPlan
-from transport.weights.manifest import SignedManifest, SigningKey, VersionManifest, describe_file
+from transport.weights.manifest import SignedManifest, VersionManifest, describe_file, sign
 from transport.weights.manifest_folder import StoredManifest
 from transport.weights.plan import (
     MAX_PLAN_STEPS,
@@ -18,16 +17,8 @@ from transport.weights.plan import (
     lineage,
 )
 
-KEY = SigningKey("11" * 32)
-
-
-@dataclasses.dataclass
-class Trusted:
-    verify_key: str = KEY.public_hex
-    policy: str = "r/p"
-
-
-TRUSTED = {KEY.key_id: Trusted()}
+KEY = signing_key()
+TRUSTED = {KEY.key_id: KEY.public}
 
 
 def route(deltas, snapshots, target, have=None, parents=None):
@@ -99,7 +90,7 @@ def step(manifest, files=None, key=KEY):
     if key is None:
         data = msgspec.msgpack.encode(manifest)
         return PlanStep(manifest=data, signature=b"", key_id="", files=names)
-    return StoredManifest(manifest, key.sign(manifest)).step(
+    return StoredManifest(manifest, sign(manifest, key)).step(
         [entry for entry in manifest.files if entry.name in names]
     )
 
@@ -173,7 +164,7 @@ def test_a_plan_for_somebody_with_nothing_is_checked_step_by_step():
                 version=0,
             ),
         ),
-        (AuthenticationFailed, plan(step(delta(1, 0), key=SigningKey("22" * 32)), version=1)),
+        (AuthenticationFailed, plan(step(delta(1, 0), key=signing_key("22" * 32)), version=1)),
         (AuthenticationFailed, plan(step(delta(1, 0), key=None), version=1)),
         (AuthenticationFailed, plan(step(catalogue(4), key=None), version=4)),
         (

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from signing import signing_key
 
 from scheduler.weight_versions import WeightVersions
 from transport.errors import (
@@ -19,17 +20,17 @@ from transport.errors import (
 from transport.weights.blobs import BlobFolder
 from transport.weights.delta_file import encode_delta
 from transport.weights.folder import read_model_folder, write_model_folder
-from transport.weights.manifest import DELTA_NAME, SigningKey, decode_manifest, describe_file
+from transport.weights.manifest import DELTA_NAME, decode_manifest, describe_file, sign
 from transport.weights.plan import check_plan
 from transport.weights.publication import build_delta_version, build_version0
 from transport.weights.state import advanced, state_of_snapshot
 from transport.weights.tensors import TensorBytes
 
-KEY = SigningKey("11" * 32)
+KEY = signing_key()
 POLICY = "r/p"
 PLACE = {"run": "r", "policy": POLICY, "created_wall_s": 0.0}
 
-TRUSTED = {KEY.key_id: SimpleNamespace(verify_key=KEY.public_hex, policy=POLICY)}
+TRUSTED = {KEY.key_id: KEY.public}
 
 
 def tensors(seed):
@@ -80,7 +81,7 @@ def open_store(tmp_path):
 
 def add(store, publication, **changes):
     manifest = msgspec.structs.replace(publication.manifest, **changes)
-    return store.add_version(KEY.sign(manifest), publication.files)
+    return store.add_version(sign(manifest, KEY), publication.files)
 
 
 def filled(store, publisher, upto):
@@ -157,11 +158,11 @@ def test_the_store_keeps_a_copy_and_refuses_what_does_not_lead_there(open_store,
     with pytest.raises(ChecksumMismatch):
         add(store, good, digest="d" * 64)
     with pytest.raises(TruncatedBlob):
-        store.add_version(KEY.sign(good.manifest))
+        store.add_version(sign(good.manifest, KEY))
     with pytest.raises(ChecksumMismatch):
-        store.add_version(KEY.sign(good.manifest), {DELTA_NAME: b"other"})
+        store.add_version(sign(good.manifest, KEY), {DELTA_NAME: b"other"})
     with pytest.raises(AuthenticationFailed):
-        store.add_version(SigningKey("22" * 32).sign(good.manifest), good.files)
+        store.add_version(sign(good.manifest, signing_key("22" * 32)), good.files)
     with pytest.raises(RemoteProtocolError, match="another"):
         add(store, good, base_digest="d" * 64)
     with pytest.raises(RemoteProtocolError, match="used"):
@@ -181,7 +182,7 @@ def test_a_delta_against_other_weights_is_refused(open_store, publisher, tmp_pat
     honest = publisher.next(2).manifest
     forged = msgspec.structs.replace(honest, files=(entry,))
     with pytest.raises(IntegrityError):
-        store.add_version(KEY.sign(forged), stray.files)
+        store.add_version(sign(forged, KEY), stray.files)
 
 
 def test_weights_that_are_not_finite_are_refused_even_when_signed(open_store, publisher):
@@ -197,7 +198,7 @@ def test_weights_that_are_not_finite_are_refused_even_when_signed(open_store, pu
         files=(describe_file(DELTA_NAME, "delta", delta.data),),
     )
     with pytest.raises(IntegrityError, match="'a' is not finite"):
-        store.add_version(KEY.sign(manifest), {DELTA_NAME: delta.data})
+        store.add_version(sign(manifest, KEY), {DELTA_NAME: delta.data})
 
 
 def test_offering_a_version_again_is_harmless(open_store, publisher):
@@ -228,7 +229,7 @@ def test_files_pulled_chunk_by_chunk_are_taken(open_store, publisher):
     store = open_store()
     for version in (0, 1):
         publication = publisher.first if version == 0 else publisher.next(1)
-        signed = KEY.sign(publication.manifest)
+        signed = sign(publication.manifest, KEY)
         blobs = store.blobs(POLICY)
         for entry in publication.manifest.files:
             for index in range(len(entry.chunk_digests)):
@@ -265,7 +266,7 @@ def test_a_crash_before_the_manifest_leaves_no_version(open_store, publisher, tm
     store = open_store()
     assert store.head(POLICY).version == 1
     store.maintain(POLICY, uploading={entry.digest})
-    store.add_version(KEY.sign(publication.manifest))
+    store.add_version(sign(publication.manifest, KEY))
     assert store.head(POLICY).version == 2
     assert not (folder / "manifests" / "00000002.tmp").exists()
 
@@ -384,7 +385,7 @@ def test_any_retained_version_exports_as_a_model_folder(open_store, publisher, t
 def test_policies_live_apart_whatever_their_names(open_store, publisher, tmp_path):
     with pytest.raises(AuthenticationFailed):
         add(open_store(), publisher.first, policy="r/..")
-    TRUSTED_TWO = {KEY.key_id: SimpleNamespace(verify_key=KEY.public_hex, policy="r/..")}
+    TRUSTED_TWO = {KEY.key_id: SimpleNamespace(verify=KEY.public.verify, policy="r/..")}
     store = WeightVersions(tmp_path / "store", trusted=TRUSTED_TWO)
     add(store, publisher.first, policy="r/..")
     store = WeightVersions(tmp_path / "store", trusted=TRUSTED_TWO)

@@ -372,6 +372,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
         "async def plain(context, item):\n    return []\n"
         "def not_async(context, item):\n    return []\n"
     )
+    (tmp_path / "farflow_broken_workflows.py").write_text("async def f(\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield path
     sys.modules.pop("farflow_test_workflows", None)
@@ -390,7 +391,11 @@ def test_references_find_registered_names_and_plain_functions(user_module: Path)
     ("reference", "words"),
     [
         ("unheard_of", "shipped are single_turn"),
-        ("no_such_module_here:f", "PYTHONPATH"),
+        ("no_such_module_here:f", "'no_such_module_here:f'.*pip install"),
+        ("farflow_broken_workflows:f", "'farflow_broken_workflows:f'.*was never closed"),
+        (":f", "module:function"),
+        (".relative:f", "module:function"),
+        ("farflow_test_workflows:", "module:function"),
         ("farflow_test_workflows:missing", "no async function 'missing'"),
         ("farflow_test_workflows:not_async", "no async function 'not_async'"),
     ],

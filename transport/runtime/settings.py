@@ -33,3 +33,11 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "console", "json"] = "auto"
+
+
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What every daemon reads; each adds its own table, the other tables of a file belong to
+    others."""
+
+    transport: TransportConfig = TransportConfig()
+    log: LogConfig = LogConfig()

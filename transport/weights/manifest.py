@@ -5,24 +5,19 @@ caller trusts for that policy; its names are plain file names of an expected for
 counts are within the limits, and every chunk of every file has a digest. So whoever holds one may
 fetch the files from anybody.
 
-Signature: Ed25519 over a tag and the manifest's MessagePack bytes. Keys are written as 64
-hexadecimal digits; a key's id is the first 16 of its public half and only says which key to try.
+Signature: over a tag and the manifest's MessagePack bytes, by a key of ``transport.keys``
+(Ed25519); a key's id only says which key to try.
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from transport.errors import (
     AuthenticationFailed,
-    ConfigError,
     RemoteProtocolError,
     SizeLimitExceeded,
 )
@@ -190,69 +185,31 @@ def _check_file(entry: FileEntry) -> None:
         raise RemoteProtocolError(f"manifest: chunk digests of {entry.name} do not fit its size")
 
 
-class Signer(Protocol):
-    """A public key and the one policy whose manifests it may sign."""
+class ManifestKey(Protocol):
+    """What signs manifests (``transport.keys.SigningKey``)."""
 
     @property
-    def verify_key(self) -> str: ...
+    def key_id(self) -> str: ...
+
+    def sign(self, data: bytes) -> bytes: ...
+
+
+class Signer(Protocol):
+    """A public key and the one policy whose manifests it may sign (``SignerKey``)."""
 
     @property
     def policy(self) -> str: ...
 
-
-def key_id_of(public_hex: str) -> str:
-    """Short name of a public key (64 hexadecimal digits)."""
-    return public_hex[:16]
+    def verify(self, data: bytes, signature: bytes) -> bool: ...
 
 
-def _raw_key(text: str, what: str) -> bytes:
-    cleaned = text.strip().lower()
-    if not _HEX_64.fullmatch(cleaned):
-        raise ConfigError(f"{what}: expected 64 hexadecimal digits; make one with SigningKey")
-    return bytes.fromhex(cleaned)
-
-
-class SigningKey:
-    """An Ed25519 private key; its text form is as secret as the key."""
-
-    def __init__(self, private_hex: str) -> None:
-        """Raises ConfigError when ``private_hex`` is not 64 hexadecimal digits."""
-        self._key = Ed25519PrivateKey.from_private_bytes(_raw_key(private_hex, "signing key"))
-        self.public_hex = self._key.public_key().public_bytes_raw().hex()
-        self.key_id = key_id_of(self.public_hex)
-
-    @classmethod
-    def generate(cls) -> "SigningKey":
-        return cls(Ed25519PrivateKey.generate().private_bytes_raw().hex())
-
-    @classmethod
-    def load(cls, path: Path) -> "SigningKey":
-        """Raises ConfigError when the file cannot be read or holds no key."""
-        try:
-            return cls(path.read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"signing key {path}: {error}") from error
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-
-    def save(self, path: Path) -> None:
-        """Write a new file that only its owner can read. Raises ConfigError if it exists."""
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise ConfigError(f"signing key {path}: {error}") from error
-        with os.fdopen(descriptor, "w") as file:
-            file.write(self._key.private_bytes_raw().hex() + "\n")
-
-    def sign(self, manifest: VersionManifest) -> SignedManifest:
-        """Raises SizeLimitExceeded or RemoteProtocolError for a manifest that all would refuse."""
-        check_manifest(manifest)
-        data = msgspec.msgpack.encode(manifest)
-        if len(data) > MAX_MANIFEST_BYTES:
-            raise SizeLimitExceeded(f"manifest has {len(data)} bytes, over {MAX_MANIFEST_BYTES}")
-        return SignedManifest(
-            manifest=data, signature=self._key.sign(_TAG + data), key_id=self.key_id
-        )
+def sign(manifest: VersionManifest, key: ManifestKey) -> SignedManifest:
+    """Raises SizeLimitExceeded or RemoteProtocolError for a manifest that all would refuse."""
+    check_manifest(manifest)
+    data = msgspec.msgpack.encode(manifest)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise SizeLimitExceeded(f"manifest has {len(data)} bytes, over {MAX_MANIFEST_BYTES}")
+    return SignedManifest(manifest=data, signature=key.sign(_TAG + data), key_id=key.key_id)
 
 
 def verify(signed: SignedManifest, trusted: Mapping[str, Signer]) -> VersionManifest:
@@ -265,11 +222,8 @@ def verify(signed: SignedManifest, trusted: Mapping[str, Signer]) -> VersionMani
     signer = trusted.get(signed.key_id)
     if signer is None:
         raise AuthenticationFailed(f"manifest is signed by key {signed.key_id!r}, not trusted here")
-    key = Ed25519PublicKey.from_public_bytes(_raw_key(signer.verify_key, "public key"))
-    try:
-        key.verify(signed.signature, _TAG + signed.manifest)
-    except InvalidSignature as error:
-        raise AuthenticationFailed("manifest: the signature is wrong") from error
+    if not signer.verify(_TAG + signed.manifest, signed.signature):
+        raise AuthenticationFailed("manifest: the signature is wrong")
     manifest = decode_manifest(signed.manifest)
     if manifest.policy != signer.policy:
         raise AuthenticationFailed(f"manifest of {manifest.policy} has a key of {signer.policy}")

@@ -1,0 +1,34 @@
+"""The keys of a policy's trainer."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from transport.errors import ConfigError
+from transport.keys import KeyPair, SigningKey, load_server_key, trainer_name
+from transport.runtime.settings import TransportConfig
+
+
+class TrainerKeys(NamedTuple):
+    """Our own pair, the scheduler's public key, and what signs manifests."""
+
+    link: KeyPair
+    server: str
+    signer: SigningKey
+
+
+def load_keys(transport: TransportConfig, policy: str, *, link: str, signing: str) -> TrainerKeys:
+    """The keys of the trainer of ``policy``; empty paths mean the usual files in the keys folder.
+
+    Raises:
+        ConfigError: a file is missing, or belongs to another policy.
+    """
+    folder, name = Path(transport.keys), trainer_name(policy)
+    signing_path = Path(signing) if signing else folder / "signing" / f"{name}.toml"
+    signer = SigningKey.load(signing_path)
+    if signer.policy != policy:
+        raise ConfigError(f"{signing_path}: signs for {signer.policy}, trainer.policy is {policy}")
+    link_path = Path(link) if link else folder / f"{name}.toml"
+    pair = KeyPair.load(link_path)
+    if pair.policy != policy:
+        raise ConfigError(f"{link_path}: is the key of {pair.policy}, trainer.policy is {policy}")
+    return TrainerKeys(pair, load_server_key(folder), signer)

@@ -1,0 +1,81 @@
+"""How key files are read and written.
+
+What always holds: a file is written whole under its final name, or not at all, and never over
+another; a secret is not read from a file that others can read.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from transport.errors import ConfigError
+
+_OTHERS = 0o077
+_FILE_BYTES = 64 * 1024
+"""Far above any key file; what is larger is something else."""
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def load_toml(path: Path, kind: type[S], *, secret: bool = False) -> S:
+    """A key file, checked. Unknown keys are refused, which also keeps a secret file out of the
+    authorized folder.
+
+    Raises:
+        ConfigError: naming the file, the key in it and the remedy.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; make keys with `farflow keys` or name another folder"
+        ) from error
+    if secret and mode & _OTHERS:
+        raise ConfigError(
+            f"{path}: others can read this secret (mode {mode & 0o777:04o}); "
+            f"run `chmod 600 {path}` and, if the machine is shared, replace the key"
+        )
+    if len(content) > _FILE_BYTES:
+        raise ConfigError(f"{path}: larger than {_FILE_BYTES} bytes, this is no key file")
+    try:
+        return msgspec.convert(tomllib.loads(content.decode()), kind)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def make_folder(folder: Path, mode: int) -> None:
+    try:
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}; name another folder") from error
+
+
+def to_toml(key: msgspec.Struct) -> str:
+    """Values are names, policy ids, z85 and hexadecimal digits: nothing that TOML escapes."""
+    values: dict[str, Any] = msgspec.to_builtins(key)
+    return "".join(f'{name} = "{value}"\n' for name, value in values.items() if value is not None)
+
+
+def write_new(path: Path, text: str, *, mode: int) -> None:
+    """The whole file under its final name, or nothing; never over another file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        try:
+            with open(descriptor, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)
+        finally:
+            temporary.unlink()
+    except FileExistsError as error:
+        raise ConfigError(f"{path} exists; move it away to make a new key") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name another folder") from error
