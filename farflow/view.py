@@ -5,6 +5,7 @@ Pure functions of a ``SchedulerStatus``; nothing here asks anybody for anything.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import get_args
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -15,26 +16,12 @@ from transport.ids import policy_name
 from transport.status import (
     AccountingRow,
     AgentStatus,
+    CopyState,
     EvaluationStatus,
     PolicyStatus,
     RunStatus,
     SchedulerStatus,
     StepStatus,
-)
-
-ACCOUNTING_STATES = (
-    "queued",
-    "in_flight",
-    "buffered",
-    "taken",
-    "trained",
-    "scored",
-    "filtered",
-    "expired",
-    "dropped",
-    "rejected",
-    "failed",
-    "cancelled",
 )
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -153,7 +140,7 @@ def accounting_table(rows: Sequence[AccountingRow]) -> Table:
     table = new_table("accounting")
     table.add_column("policy")
     table.add_column("kind")
-    used = [s for s in ACCOUNTING_STATES if any(getattr(row, s) for row in rows)]
+    used = [s for s in get_args(CopyState) if any(getattr(row, s) for row in rows)]
     for column in ("submitted", *used, "abandoned", "balance"):
         table.add_column(column, justify="right")
     for row in rows:

@@ -1,7 +1,25 @@
 """The view model: what a person sees of a scheduler, shared by ``status``, the live view and
 everything later that draws it. Built by the scheduler core, read by the front door."""
 
+from typing import Literal, get_args
+
 import msgspec
+
+CopyState = Literal[
+    "queued",
+    "in_flight",
+    "buffered",
+    "taken",
+    "trained",
+    "scored",
+    "filtered",
+    "expired",
+    "dropped",
+    "rejected",
+    "failed",
+    "cancelled",
+]
+"""Where one (group, policy) can be; each is a column of the accounting."""
 
 
 class AccountingRow(msgspec.Struct, kw_only=True):
@@ -31,20 +49,8 @@ class AccountingRow(msgspec.Struct, kw_only=True):
     @property
     def balance(self) -> int:
         """0 when every submitted copy is accounted for."""
-        return self.submitted - (
-            self.queued
-            + self.in_flight
-            + self.buffered
-            + self.taken
-            + self.trained
-            + self.scored
-            + self.filtered
-            + self.expired
-            + self.dropped
-            + self.rejected
-            + self.failed
-            + self.cancelled
-        )
+        placed: int = sum(getattr(self, state) for state in get_args(CopyState))
+        return self.submitted - placed
 
 
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):

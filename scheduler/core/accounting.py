@@ -11,11 +11,10 @@ from scheduler.core.state import (
     WAITING_STATES,
     Account,
     Copy,
-    CopyState,
     Job,
     account_key,
 )
-from transport.status import AccountingRow
+from transport.status import AccountingRow, CopyState
 
 
 def account(ctx: Context, policy: str, kind: str) -> Account:

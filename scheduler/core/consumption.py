@@ -19,7 +19,6 @@ from scheduler.core.context import Context, PolicyLive
 from scheduler.core.effects import RecordStep
 from scheduler.core.state import (
     WAITING_STATES,
-    CopyState,
     Job,
     PendingStep,
     Policy,
@@ -35,7 +34,7 @@ from transport.messages import (
     StepReport,
     TrainerInventory,
 )
-from transport.status import StepStatus
+from transport.status import CopyState, StepStatus
 
 UNPLACED_S = 60.0
 """How long a group may wait for its version to be announced."""

@@ -10,7 +10,8 @@ became a job's result; the accounting rows remember what the deleted rows were.
 from scheduler.core import attempts
 from scheduler.core.accounting import move, open_copies
 from scheduler.core.context import Context, Lease
-from scheduler.core.state import WAITING_STATES, CopyState, Job, Release
+from scheduler.core.state import WAITING_STATES, Job, Release
+from transport.status import CopyState
 
 LOSSES_PER_ATTEMPT = 8
 """Losing agents is nobody's fault, but a job that takes every agent with it must end: it may be

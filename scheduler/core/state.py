@@ -13,26 +13,12 @@ from transport.errors import StoreError
 from transport.ids import Fence
 from transport.messages import Item, VersionRef
 from transport.runs import RunSpec
-from transport.status import AccountingRow, StepStatus
+from transport.status import AccountingRow, CopyState, StepStatus
 
 Row = tuple[str, str, bytes]
 Change = tuple[str, str, bytes | None]
 
 JobState = Literal["queued", "in_flight", "done"]
-CopyState = Literal[
-    "queued",
-    "in_flight",
-    "buffered",
-    "taken",
-    "trained",
-    "scored",
-    "filtered",
-    "expired",
-    "dropped",
-    "rejected",
-    "failed",
-    "cancelled",
-]
 OPEN_STATES: frozenset[str] = frozenset({"queued", "in_flight", "buffered", "taken"})
 WAITING_STATES: frozenset[str] = frozenset({"queued", "in_flight", "buffered"})
 

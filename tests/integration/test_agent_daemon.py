@@ -466,15 +466,3 @@ def test_keys_are_checked_before_anything_starts(tmp_path: Path) -> None:
     pair, server = load_keys(transport, str(tmp_path / "near.toml"))
     assert pair.name == "near"
     assert server
-
-
-def test_the_command_line_reports_a_wrong_configuration(tmp_path: Path) -> None:
-    from click.testing import CliRunner
-
-    from edge_agent.cli import agent_group
-
-    path = tmp_path / "a.toml"
-    path.write_text("[agent]\nslots = 0\n")
-    result = CliRunner().invoke(agent_group, ["run", "--config", str(path)])
-    assert result.exit_code == 78
-    assert "agent.slots" in result.output

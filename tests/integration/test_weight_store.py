@@ -21,6 +21,7 @@ from transport.messages import (
     WeightsPlan,
     WeightsRequest,
 )
+from transport.weights.manifest import decode_manifest
 
 PLANE = Plane.WEIGHTS
 

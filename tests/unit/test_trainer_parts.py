@@ -1,18 +1,14 @@
-"""Small parts of the trainer daemon: bodies, metrics, ranks, home, command line."""
+"""Small parts of the trainer daemon: bodies, metrics, ranks, home."""
 
 import json
 import queue
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from cloud_trainer.bodies import check_body, training_group
-from cloud_trainer.cli import trainer_group
 from cloud_trainer.home import TrainerHome
 from cloud_trainer.numpy_trainer import NumpyTrainer, make_numpy_model
 from cloud_trainer.ranks import LeadTrainer, Order, follow, ranks_from
@@ -220,30 +216,3 @@ def test_a_damaged_incarnation_file_is_an_error_with_a_remedy(tmp_path: Path) ->
     with pytest.raises(StoreError, match="remove it"):
         home.start(ManualClock())
     home.release()
-
-
-# ---- command line --------------------------------------------------------------------------------
-
-
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from cloud_trainer.cli import trainer_group\n"
-        "try: trainer_group(['run', '--help'])\n"
-        "except SystemExit: pass\n"
-        "heavy = {'zmq', 'torch', 'numpy', 'transformers', 'safetensors'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--stop-on-eof" in done.stdout
-
-
-def test_a_wrong_configuration_exits_with_78_and_says_why(tmp_path: Path) -> None:
-    file = tmp_path / "farflow.toml"
-    file.write_text('[trainer]\npolicy = "solver"\n')
-    result = CliRunner().invoke(trainer_group, ["run", "--config", str(file)])
-    assert result.exit_code == 78
-    assert "trainer.policy" in result.stderr
-    result = CliRunner().invoke(trainer_group, ["run", "--set", "trainer.polic=a/b"])
-    assert result.exit_code == 78
-    assert "trainer.polic: unknown key" in result.stderr
