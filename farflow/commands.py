@@ -127,11 +127,11 @@ def run_submit(
     data, _ = collect([file], [o for o in overrides if o.split(".")[0] in RUN_TABLES])
     spec = run_spec(data, file.resolve().parent)
 
-    async def submit(operator: "Operator") -> None:
-        await operator.submit(spec)
+    async def submit(operator: "Operator") -> str:
+        return await operator.submit(spec)
 
-    _with_operator(files or (file,), overrides, key, submit)
-    click.echo(f"submitted {spec.name}")
+    said = _with_operator(files or (file,), overrides, key, submit)
+    click.echo(f"{spec.name}: {said}" if said else f"submitted {spec.name}")
 
 
 @run_group.command("ls")
@@ -221,17 +221,20 @@ def _resolve(
     from cloud_trainer.config import TrainerConfig
     from edge_agent.config import AgentConfig
     from farflow.run_file import RUN_TABLES, RunTables, run_spec
-    from farflow.up_config import UpConfig, up_config
+    from farflow.up_config import UpConfig, check_workflow, up_config
     from scheduler.config import SchedulerConfig
     from transport.runtime.config import collect, convert
 
     data, origins = collect([file], overrides)
     kinds: list[type[msgspec.Struct]] = [SchedulerConfig, AgentConfig, TrainerConfig]
+    spec = None
     if any(name in data for name in RUN_TABLES):
-        run_spec(data, file.resolve().parent)
+        spec = run_spec(data, file.resolve().parent)
         kinds.append(RunTables)
     if "local" in data:
-        up_config(data)
+        config, agents = up_config(data)
+        if spec is not None:
+            check_workflow(spec, config, agents)
         kinds.append(UpConfig)
     merged: dict[str, Any] = {}
     for kind in kinds:

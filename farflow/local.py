@@ -1,8 +1,8 @@
 """A whole deployment as child processes on this machine: links, scheduler, trainers, agents.
 
 What always holds: every child stops when this process ends, in whatever way (its standard input
-closes); a child that dies is started again with growing delays, except one that finished with
-status 0 or refused its configuration; ports stay the same over a restart of the scheduler.
+closes); a child that ends is started again with growing delays, except one that refuses its
+configuration and a trainer that has finished; ports stay the same over a restart of the scheduler.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import structlog
 
 from farflow.run_folder import RunFolder
 from farflow.up_config import LocalAgent, UpConfig
-from transport.errors import ConfigError, ProcessFailed
+from transport.errors import ConfigError, FarflowError, ProcessFailed
 from transport.ids import policy_id
 from transport.keys import create_keys, trainer_name
 from transport.runs import RunSpec
@@ -27,6 +27,7 @@ from transport.runtime.processes import (
     ChildProcess,
     ChildSpec,
     RestartPolicy,
+    describe_status,
     start_child,
 )
 from transport.runtime.settings import TransportConfig
@@ -35,7 +36,13 @@ PLANES = ("control", "trajectories", "weights")
 NO_LINK = "local"
 """The link profile that needs no emulator."""
 
-_RESTART = RestartPolicy(first_delay_s=0.2, max_delay_s=5.0, max_restarts=30)
+SETTLED_S = 15.0
+"""A child that lived so long has not failed to start."""
+MAX_RESTARTS_IN_A_ROW = 8
+EXIT_SEEN_S = 2.0
+
+_RESTART = RestartPolicy(first_delay_s=0.2, max_delay_s=5.0)
+_LAST_WORDS = 300
 
 _T = TypeVar("_T")
 
@@ -51,7 +58,9 @@ class _Kept:
         self.child: ChildProcess | None = None
         self.task: asyncio.Task[None] | None = None
         self.restarts = 0
+        self.may_finish = name.startswith("trainer-")
         self.finished = asyncio.Event()
+        self.revived = asyncio.Event()
 
 
 class LocalDeployment:
@@ -64,8 +73,10 @@ class LocalDeployment:
         up: UpConfig,
         agents: list[LocalAgent],
         spec: RunSpec,
+        on_notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.folder = folder
+        self.on_notice = on_notice
         self.spec = spec
         self.up = up
         self.agents = agents
@@ -141,8 +152,9 @@ class LocalDeployment:
         """How often that process was started again."""
         return self._kept[name].restarts
 
-    def trainers_finished(self) -> bool:
-        return all(self._kept[f"trainer-{name}"].finished.is_set() for name in self.trained)
+    def trainers_left(self) -> list[str]:
+        """Names of policies whose trainer has ended with status 0."""
+        return [n for n in self.trained if self._kept[f"trainer-{n}"].finished.is_set()]
 
     def command_link(self, agent: str, command: Mapping[str, Any]) -> None:
         """Tell an agent's link emulator something, for example ``{"down": 2.0}``."""
@@ -160,11 +172,18 @@ class LocalDeployment:
                 self._kept["scheduler"].spec = self._child_spec(
                     "scheduler", self._scheduler_argv(self._ports)
                 )
+            self._write_deployment()
             if not ready.done():
                 ready.set_result(None)
 
         self._keep("scheduler", self._scheduler_argv(dict.fromkeys(PLANES, 0)), on_ready)
         await self._first(ready)
+
+    def _write_deployment(self) -> None:
+        """For ``farflow status --config`` and the like from another terminal."""
+        lines = ["[transport]", 'host = "127.0.0.1"', f"keys = {json.dumps(str(self.folder.keys))}"]
+        lines += [f"{plane}_port = {port}" for plane, port in self._ports.items()]
+        self.folder.deployment.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     async def _start_agent(self, agent: LocalAgent) -> None:
         ports = self._ports
@@ -232,28 +251,44 @@ class LocalDeployment:
         kept: _Kept,
         on_ready: Callable[[Mapping[str, Any]], Awaitable[None]] | None,
     ) -> None:
+        in_a_row = 0
         try:
             while not self._is_stopping():
+                started_s = asyncio.get_running_loop().time()
                 kept.child = await start_child(kept.spec)
                 line = await self._ready_line(kept.child)
                 if line is not None and on_ready is not None:
                     await on_ready(line)
                 status = await kept.child.wait()
-                if status == 0:
-                    kept.finished.set()
-                    return
                 if self._is_stopping():
                     return
-                _log.warning("process.ended", name=kept.name, status=status)
+                if status == 0 and kept.may_finish:
+                    kept.finished.set()
+                    await kept.revived.wait()
+                    kept.revived.clear()
+                    kept.finished.clear()
                 if status == EXIT_CONFIG:
                     raise kept.child.failure("refuses its configuration")
                 kept.restarts += 1
-                if kept.restarts > _RESTART.max_restarts:
-                    raise kept.child.failure(f"ended {kept.restarts} times")
-                await asyncio.sleep(_RESTART.delay_s(kept.restarts))
-        except (ProcessFailed, ConfigError) as error:
+                settled = asyncio.get_running_loop().time() - started_s >= SETTLED_S
+                in_a_row = 1 if settled else in_a_row + 1
+                if in_a_row > MAX_RESTARTS_IN_A_ROW:
+                    raise kept.child.failure(f"ended {in_a_row} times in a row")
+                self.on_notice(
+                    f"{kept.name} ended ({describe_status(status)}) and is started again"
+                    f"{last_words(kept.spec.log_path)}"
+                )
+                await asyncio.sleep(_RESTART.delay_s(in_a_row))
+        except (FarflowError, OSError, ValueError) as error:
             if not self.failure.done():
                 self.failure.set_result(str(error))
+
+    def tend(self, run_state: str) -> None:
+        """Start trainers again that ended with status 0 although the run goes on (somebody
+        stopped them); to be called with every status."""
+        if run_state != "finished":
+            for name in self.trainers_left():
+                self._kept[f"trainer-{name}"].revived.set()
 
     def _is_stopping(self) -> bool:
         return self._stopping
@@ -263,6 +298,10 @@ class LocalDeployment:
         try:
             line = await child.read_line(self.up.local.start_s)
         except ProcessFailed:
+            # The end of its output may be seen a moment before the end of the process.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_SEEN_S):
+                    await child.wait()
             if child.returncode is None:
                 child.kill()
                 raise
@@ -335,6 +374,15 @@ class LocalDeployment:
                 **_port_settings(ports),
             },
         )
+
+
+def last_words(log: Path) -> str:
+    """The last line of a child's log in brackets, cut to what a person reads; "" without one."""
+    try:
+        lines = log.read_bytes()[-4096:].decode("utf-8", "replace").strip().splitlines()
+    except OSError:
+        return ""
+    return f": {lines[-1][:_LAST_WORDS]}" if lines else ""
 
 
 _FARFLOW = (sys.executable, "-m", "farflow")

@@ -59,9 +59,9 @@ def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
         if not is_name(name):
             raise ConfigError(f"policies.{name}: the name must be {NAME_RULE}")
         model = (folder / policy.model).resolve()
-        if not model.is_dir():
+        if not policy.model or not (model / "config.json").is_file():
             raise ConfigError(
-                f"policies.{name}.model: {model} is not a folder; give a local "
+                f"policies.{name}.model: {model / 'config.json'} is missing; give a local "
                 "Hugging Face model folder"
             )
         policies[name] = msgspec.structs.replace(policy, model=str(model))

@@ -24,6 +24,7 @@ class RunFolder:
         self.config = self.path / "config.toml"
         self.resolved = self.path / "config.json"
         self.overrides = self.path / "overrides.json"
+        self.deployment = self.path / "deployment.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
         self.models = self.path / "models"
@@ -79,6 +80,10 @@ def open_run_folder(path: Path) -> RunFolder:
         ConfigError: it is not one.
     """
     folder = RunFolder(path)
-    if not folder.config.is_file() or not folder.overrides.is_file():
-        raise ConfigError(f"--resume {path}: not the folder of an earlier `farflow up`")
+    for part in (folder.config, folder.overrides, folder.resolved):
+        if not part.is_file():
+            raise ConfigError(
+                f"--resume {path}: not the folder of an earlier `farflow up`: "
+                f"{part.name} is missing"
+            )
     return folder

@@ -92,8 +92,8 @@ def summarise(
         if agent.state not in ("gone", "lost")
         for policy in state.policies
     ]
-    if state.state != "finished" or state.reason != "completed":
-        problems.append(f"the run ended {state.state}: {state.reason or 'no reason given'}")
+    if state.state != "finished" or state.reason.startswith("failed"):
+        problems.append(f"the run is {state.state}: {state.reason or 'no reason given'}")
     problems.extend(
         f"accounting of {row.policy} ({row.kind}) is off by {row.balance}"
         for row in state.accounting

@@ -25,13 +25,14 @@ from farflow.plots import draw, plots_available, read_metrics
 from farflow.run_file import run_spec
 from farflow.run_folder import RunFolder, new_run_folder, open_run_folder
 from farflow.summary import RunSummary, render, summarise
-from farflow.up_config import up_config
+from farflow.up_config import check_workflow, up_config
 from farflow.watch import Watch
 from transport.errors import ConfigError, FarflowError, LinkError, StoreError
 from transport.ids import policy_id
 from transport.runs import RunSpec
 from transport.runtime.clock import SystemClock
 from transport.runtime.config import collect
+from transport.runtime.files import atomic_write
 from transport.runtime.shutdown import ShutdownSignal
 from transport.status import RunStatus, SchedulerStatus
 
@@ -60,6 +61,12 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     spec: RunSpec
 
 
+class _Resolved(msgspec.Struct):
+    """What ``config.json`` is read back for."""
+
+    run: RunSpec
+
+
 def prepare(file: Path, options: Options) -> Prepared:
     """A new run from ``file``.
 
@@ -68,13 +75,12 @@ def prepare(file: Path, options: Options) -> Prepared:
     """
     data, _ = collect([file], options.overrides)
     spec = run_spec(data, file.resolve().parent)
-    up_config(data)
+    check_workflow(spec, *up_config(data))
     folder = _make_folder(data, spec, options)
     folder.config.write_bytes(file.read_bytes())
     folder.overrides.write_text(json.dumps(list(options.overrides)), encoding="utf-8")
-    folder.resolved.write_bytes(
-        msgspec.json.format(msgspec.json.encode({"run": spec, "file": data}), indent=2)
-    )
+    resolved = msgspec.json.encode({"run": spec, "file": data})
+    atomic_write(folder.resolved, msgspec.json.format(resolved, indent=2))
     return Prepared(path=folder.path, overrides=options.overrides, data=data, spec=spec)
 
 
@@ -85,10 +91,12 @@ def prepare_resume(path: Path) -> Prepared:
         ConfigError: it is not such a folder.
     """
     folder = open_run_folder(path)
-    overrides = tuple(json.loads(folder.overrides.read_text(encoding="utf-8")))
+    try:
+        overrides = msgspec.json.decode(folder.overrides.read_bytes(), type=tuple[str, ...])
+        spec = msgspec.json.decode(folder.resolved.read_bytes(), type=_Resolved).run
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--resume {path}: what is there does not load: {error}") from error
     data, _ = collect([folder.config], overrides)
-    resolved = json.loads(folder.resolved.read_text(encoding="utf-8"))
-    spec = msgspec.convert(resolved["run"], RunSpec)
     return Prepared(path=folder.path, overrides=overrides, data=data, spec=spec)
 
 
@@ -96,11 +104,14 @@ def _make_folder(data: Mapping[str, Any], spec: RunSpec, options: Options) -> Ru
     if options.folder is None:
         config, _ = up_config(dict(data))
         return new_run_folder(Path(config.local.runs), spec.name)
-    if options.folder.exists() and any(options.folder.iterdir()):
+    if options.folder.is_dir() and any(options.folder.iterdir()):
         raise ConfigError(f"--folder {options.folder}: not empty; use --resume to go on with a run")
     folder = RunFolder(options.folder)
-    for part in (folder.logs, folder.state, folder.models):
-        part.mkdir(parents=True)
+    try:
+        for part in (folder.logs, folder.state, folder.models):
+            part.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--folder {options.folder}: {error.strerror}; choose another") from error
     return folder
 
 
@@ -115,7 +126,9 @@ async def up(run: Prepared, *, plain: bool) -> int:
     started = clock.monotonic_s()
     plain = plain or not console.is_terminal
     with folder.lock(), ShutdownSignal() as stop:
-        deployment = LocalDeployment(folder, run.overrides, config, agents, run.spec)
+        deployment = LocalDeployment(
+            folder, run.overrides, config, agents, run.spec, on_notice=console.print
+        )
         click.echo(f"run folder: {folder.path}")
         status: SchedulerStatus | None = None
         try:
@@ -126,6 +139,7 @@ async def up(run: Prepared, *, plain: bool) -> int:
             if deployment.failure.done() and not watched.done():
                 click.echo(f"error: {deployment.failure.result()}", err=True)
                 await _cancel(watched)
+                click.echo(f"once that is mended: farflow up --resume {folder.path}", err=True)
                 return 1
             if watched.done():
                 status = watched.result()
@@ -194,6 +208,7 @@ async def _watch(
                         said_agents = now
                         click.echo(view.agents_line(status.agents, watch.rates))
                 run = next(r for r in status.runs if r.name == deployment.spec.name)
+                deployment.tend(run.state)
                 if run.state == "finished":
                     settled_by = settled_by or now + deployment.up.local.settle_s
                     if now >= settled_by or settled(status, run, deployment):
@@ -203,7 +218,7 @@ async def _watch(
 
 def settled(status: SchedulerStatus, run: RunStatus, deployment: LocalDeployment) -> bool:
     """Everybody serves the head version, and the trainers have exported their models."""
-    return deployment.trainers_finished() and all(
+    return deployment.trainers_left() == deployment.trained and all(
         agent.digests.get(policy.policy) == policy.head_digest
         for agent in status.agents
         if agent.state not in ("gone", "lost")

@@ -7,10 +7,12 @@ from msgspec import Meta
 
 from cloud_trainer.config import TrainerTable
 from edge_agent.config import AgentTable
+from edge_agent.workflow import SHIPPED
 from scheduler.config import SchedulerTable
 from sim.link_profile import load_profiles, profile_from_table
 from transport.errors import ConfigError
 from transport.ids import NAME_RULE, is_name
+from transport.runs import RunSpec
 from transport.runtime.config import convert, merge
 from transport.runtime.settings import LogConfig, PositiveSeconds, TransportConfig
 
@@ -79,3 +81,20 @@ def up_config(data: dict[str, Any]) -> tuple[UpConfig, list[LocalAgent]]:
     if not agents:
         raise ConfigError("local.agents: at least one [local.agents.NAME] is needed")
     return config, agents
+
+
+def check_workflow(spec: RunSpec, config: UpConfig, agents: list[LocalAgent]) -> None:
+    """Whether some agent of ``up`` offers the run's workflow.
+
+    Raises:
+        ConfigError: none does, so the run would wait for ever.
+    """
+    reference = spec.workflow.reference
+    offered = {*SHIPPED, *config.agent.workflows}
+    for agent in agents:
+        offered.update(agent.settings.get("workflows", ()))
+    if reference not in offered:
+        raise ConfigError(
+            f"workflow.reference: no agent offers {reference!r}; offered are "
+            f"{', '.join(sorted(offered))}; name your own as module:function in agent.workflows"
+        )

@@ -88,14 +88,15 @@ class Operator:
             await self._network.close()
             self._network = None
 
-    async def submit(self, run: RunSpec) -> None:
-        """Submit a run; the same one again is harmless.
+    async def submit(self, run: RunSpec) -> str:
+        """Submit a run; the same one again is harmless. Returns what the scheduler adds to its
+        yes, "" for a new run.
 
         Raises:
             RequestRefused: another run has that name, or the run is not possible.
             PeerUnreachable: no answer.
         """
-        await self._command(RunSubmit(run=run))
+        return await self._command(RunSubmit(run=run))
 
     async def command(self, run: str, command: Literal["pause", "resume", "stop"]) -> None:
         """Pause, resume or stop a run; raises as ``submit``."""
@@ -105,10 +106,11 @@ class Operator:
         """The view model; raises PeerUnreachable without an answer."""
         return (await self._ask(StatusRequest(), StatusReply)).status
 
-    async def _command(self, message: Message) -> None:
+    async def _command(self, message: Message) -> str:
         reply = await self._ask(message, CommandReply)
         if not reply.ok:
             raise RequestRefused(f"{reply.code}: {reply.message}")
+        return reply.message
 
     async def _ask(self, message: Message, kind: type[M]) -> M:
         frames = encode(message, limits=_LIMITS)

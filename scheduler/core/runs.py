@@ -159,17 +159,16 @@ def advance(ctx: Context, run: Run) -> None:
 
 
 def _submitted_before(known: Run, spec: RunSpec) -> CommandReply:
-    if not known.live:
-        text = (
-            f"run {spec.name} is finished ({known.reason}) and its name is taken;"
-            " submit under another name"
-        )
-        return CommandReply(ok=False, code="run.finished", message=text)
+    """The same run again is harmless, also when it has ended; another one needs another name."""
     if known.spec != spec:
-        text = (
-            f"another run named {spec.name} is {known.state}; stop it, or submit under another name"
-        )
-        return CommandReply(ok=False, code="run.exists", message=text)
+        if known.live:
+            text = f"another run named {spec.name} is {known.state}; stop it, or use another name"
+            return CommandReply(ok=False, code="run.exists", message=text)
+        text = f"run {spec.name} is finished ({known.reason}) and its name is taken; use another"
+        return CommandReply(ok=False, code="run.finished", message=text)
+    if not known.live:
+        text = f"has finished before ({known.reason}); to run it again, give it another name"
+        return CommandReply(ok=True, message=text)
     return CommandReply(ok=True, message="already submitted")
 
 

@@ -85,7 +85,7 @@ async def test_the_daemons_started_by_hand_finish_a_run(tmp_path: Path) -> None:
         )
         started.append(trainer)
         assert "submitted toy" in await call("run", "submit", file, *here, cwd=tmp_path)
-        assert "submitted toy" in await call("run", "submit", file, *here, cwd=tmp_path)
+        assert "already submitted" in await call("run", "submit", file, *here, cwd=tmp_path)
         async with asyncio.timeout(15):
             while True:
                 rows = json.loads(await call("run", "ls", "--json", *here, cwd=tmp_path))

@@ -99,6 +99,19 @@ async def test_a_link_that_goes_down_delays_but_loses_nothing(work: Path, tmp_pa
 
 
 @pytest.mark.asyncio
+async def test_who_is_stopped_politely_or_before_it_was_ready_comes_back(
+    work: Path, tmp_path: Path
+) -> None:
+    async with running(write_toy(work, steps=STEPS), tmp_path / "run") as run:
+        run.deployment.child("agent-far").kill()
+        run.deployment.child("trainer-solver").kill()
+        await run.reach_step(6)
+        for name in ("scheduler", "trainer-solver"):
+            os.kill(run.deployment.child(name).pid, signal.SIGTERM)
+        clean(await run.finish())
+
+
+@pytest.mark.asyncio
 async def test_a_dead_trajectory_log_and_weight_store_are_started_again(
     work: Path, tmp_path: Path
 ) -> None:

@@ -112,9 +112,13 @@ class Running:
         if self.deployment.failure.done():
             raise AssertionError(self.deployment.failure.result())
         try:
-            return await self.operator.status()
+            status = await self.operator.status()
         except LinkError:
             return None
+        self.deployment.tend(
+            next(r.state for r in status.runs if r.name == self.prepared.spec.name)
+        )
+        return status
 
     async def until(
         self, what: str, condition: Callable[[SchedulerStatus], bool], within_s: float

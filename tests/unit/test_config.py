@@ -95,6 +95,7 @@ policies = ["p"]
     [
         ('name = "r"', 'name = "R!"', "run.name"),
         ('model = "."', 'model = "nowhere"', "policies.p.model"),
+        ('model = "."', 'model = ""', "policies.p.model"),
         ('model = "."', 'model = "."\nstepz = 1', "policies.p.stepz: unknown key"),
         ('policies = ["p"]', 'policies = ["q"]', "workflow.policies"),
         ('policies = ["p"]', "policies = []", "policies.p: is trained"),
@@ -108,6 +109,7 @@ policies = ["p"]
 )
 def test_a_wrong_run_file_names_the_key(tmp_path: Path, old: str, new: str, expected: str) -> None:
     assert old in RUN
+    (tmp_path / "config.json").touch()
     with pytest.raises(ConfigError) as error:
         run_spec(collect([write(tmp_path, RUN.replace(old, new))], (), {})[0], tmp_path)
     assert expected in str(error.value)

@@ -67,9 +67,18 @@ def test_the_name_of_a_finished_run_is_taken():
     scene = make_scene()
     scene.commanded("stop")
     scene.checkpointed(0, final=True)
-    reply = scene.submitted()
+    reply = scene.submitted(make_run(seed=9))
     assert (reply.ok, reply.code) == (False, "run.finished")
-    assert "submit under another name" in reply.message
+    assert "use another" in reply.message
+
+
+def test_submitting_a_finished_run_again_is_harmless_and_says_so():
+    scene = make_scene()
+    scene.commanded("stop")
+    scene.checkpointed(0, final=True)
+    reply = scene.submitted()
+    assert reply.ok
+    assert "has finished before (stopped)" in reply.message
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import click
 
-from transport.errors import ConfigError, FarflowError
+from transport.errors import ConfigError, FarflowError, ModelError
 from transport.runtime.origin import EXIT_CONFIG, verify_origin
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def foreseen_errors(program: str) -> Iterator[None]:
     """Ends the process with what ``program`` has to say about an error that farflow foresees."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, ModelError) as error:  # a model that does not load will not load later
         click.echo(f"{program}: {error}", err=True)
         raise SystemExit(EXIT_CONFIG) from error
     except FarflowError as error:
