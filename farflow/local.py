@@ -268,7 +268,7 @@ class LocalDeployment:
                     kept.revived.clear()
                     kept.finished.clear()
                 if status == EXIT_CONFIG:
-                    raise kept.child.failure("refuses its configuration")
+                    raise ConfigError(f"{kept.name} cannot start{last_words(kept.spec.log_path)}")
                 kept.restarts += 1
                 settled = asyncio.get_running_loop().time() - started_s >= SETTLED_S
                 in_a_row = 1 if settled else in_a_row + 1

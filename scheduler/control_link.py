@@ -90,7 +90,11 @@ class ControlLink:
 
     def send(self, message: Message) -> bool:
         """Hand a message to the link. False when it cannot take it now: whoever needs it to arrive
-        says it again until it is confirmed."""
+        says it again until it is confirmed.
+
+        Raises:
+            LocalProtocolError: the message is too large, and always will be.
+        """
         if not self.welcomed or self._link is None:
             return False
         return self._send(self._link, message)

@@ -3,7 +3,8 @@ trainers. A process of its own, so that no body ever holds up a decision.
 
 What always holds: an agent hears ``TrajectoryAck`` after its body survives a power cut, and not
 otherwise; the scheduler is told of a stored body until it has the summary in its own store; a
-summary says which agent's key sent it, whatever the agent wrote; a body that is already there is
+summary says which agent's key sent it, whatever the agent wrote, and keeps the bounds of
+``summary_fault``: one that does not (an older farflow stored it) is dropped; a body that is already there is
 acknowledged again and stored once; when the disk bound is reached nothing is acknowledged, so that
 agents keep their spools. Bodies are not unpacked here.
 
@@ -11,7 +12,6 @@ What waits for the disk is bounded; beyond that no more is received, and the age
 """
 
 import asyncio
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -27,9 +27,10 @@ from scheduler.segments import BodyStore, Outcome
 from scheduler.service import Surroundings, Worker, run_service
 from scheduler.service_main import service_command
 from transport.envelope import encode
-from transport.ids import job_of
+from transport.errors import LocalProtocolError
 from transport.links import Network
 from transport.messages import (
+    MAX_ID_LENGTH,
     BodiesGone,
     BodiesReleased,
     Body,
@@ -44,7 +45,7 @@ from transport.messages import (
     TrajectoryRefused,
 )
 from transport.runtime.clock import Clock
-from transport.trajectory import MAX_PACKED_BYTES, body_digest
+from transport.trajectory import body_digest, summary_fault
 
 NAME: Final = "trajectory-log"
 
@@ -105,12 +106,18 @@ class TrajectoryLog:
         self._work = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
-        self._unaccepted = {summary.digest: summary for summary in self._store.unaccepted()}
+        self._unaccepted: dict[str, GroupSummary] = {}
         self._announced: dict[str, float] = {}
         self._full = False
         self._to_accept: list[str] = []
         self._to_release: dict[str, None] = {}
         self.counters: Counter[str] = Counter()
+        for summary in self._store.unaccepted():
+            fault = summary_fault(summary)
+            if fault:
+                self._drop(summary, fault)
+            else:
+                self._unaccepted[summary.digest] = summary
         _log.info(
             "trajectory_log.opened",
             bodies=len(self._store),
@@ -159,7 +166,7 @@ class TrajectoryLog:
 
     def _put(self, arrival: Arrival, put: TrajectoryPut) -> None:
         problem = _problem(put.summary, arrival.payload)
-        if problem is not None:
+        if problem:
             self._refuse(arrival.route, put.summary, "trajectory.malformed", problem)
             return
         summary = msgspec.structs.replace(put.summary, agent=arrival.peer.name)
@@ -171,13 +178,18 @@ class TrajectoryLog:
 
     def _refuse(self, route: bytes, summary: GroupSummary, code: str, message: str) -> None:
         self.counters[f"refused.{code}"] += 1
-        _log.warning("trajectory.refused", attempt=summary.attempt, code=code, reason=message)
-        self._sender.ask(
-            route,
-            TrajectoryRefused(
-                attempt=summary.attempt, digest=summary.digest, code=code, message=message
-            ),
-        )
+        attempt, digest = summary.attempt[:MAX_ID_LENGTH], summary.digest[:MAX_ID_LENGTH]
+        _log.warning("trajectory.refused", attempt=attempt, code=code, reason=message)
+        refused = TrajectoryRefused(attempt=attempt, digest=digest, code=code, message=message)
+        self._sender.ask(route, refused)
+
+    def _drop(self, summary: GroupSummary, reason: str) -> None:
+        """Forget a stored body of which the scheduler can never be told."""
+        self.counters["dropped"] += 1
+        _log.error("trajectory.dropped", attempt=summary.attempt[:MAX_ID_LENGTH], reason=reason)
+        self._unaccepted.pop(summary.digest, None)
+        self._to_release[summary.digest] = None
+        self._work.set()
 
     # ---- the background -----------------------------------------------------------------------
 
@@ -262,7 +274,7 @@ class TrajectoryLog:
         chosen: list[GroupSummary] = []
         size_bytes = 0
         room = ANNOUNCE_WINDOW - len(self._announced)
-        for digest, summary in self._unaccepted.items():
+        for digest, summary in list(self._unaccepted.items()):
             if room <= 0:
                 break
             if digest in self._announced:
@@ -279,8 +291,14 @@ class TrajectoryLog:
             self._tell_stored(chosen)
 
     def _tell_stored(self, summaries: list[GroupSummary]) -> bool:
-        if not self._tell(TrajectoriesStored(summaries=tuple(summaries))):
-            return False
+        try:
+            if not self._tell(TrajectoriesStored(summaries=tuple(summaries))):
+                return False
+        except LocalProtocolError as error:  # one of them must not silence the others
+            if len(summaries) > 1:
+                return all(self._tell_stored([summary]) for summary in summaries)
+            self._drop(summaries[0], str(error))
+            return True
         now = self._clock.monotonic_s()
         self._announced.update((summary.digest, now) for summary in summaries)
         return True
@@ -311,26 +329,13 @@ def _is_digest(text: str) -> bool:
     return len(text) == 64 and _HEX.issuperset(text)
 
 
-def _problem(summary: GroupSummary, payload: Sequence[bytes]) -> str | None:
-    """What makes a summary unusable without looking into the body."""
+def _problem(summary: GroupSummary, payload: Sequence[bytes]) -> str:
+    """What makes a summary unusable without looking into the body, or nothing."""
     if len(payload) != 1:
         return f"{len(payload)} payload frames, one body expected"
-    if len(payload[0]) != summary.size_bytes or summary.size_bytes > MAX_PACKED_BYTES:
+    if len(payload[0]) != summary.size_bytes:
         return f"size_bytes: {summary.size_bytes}, the body has {len(payload[0])}"
-    if not _is_digest(summary.digest):
-        return "digest: is not 64 hexadecimal digits"
-    if job_of(summary.attempt) != summary.job:
-        return f"attempt: {summary.attempt!r} is not one of job {summary.job!r}"
-    if not summary.rewards or len(summary.rewards) != len(summary.lengths):
-        return f"rewards: {len(summary.rewards)} for {len(summary.lengths)} sequences"
-    numbers = (*summary.rewards, summary.queued_s, summary.generating_s)
-    if not all(math.isfinite(number) for number in numbers):
-        return "rewards or times are not finite"
-    if min(*summary.lengths, summary.prompt_tokens, summary.queued_s, summary.generating_s) < 0:
-        return "lengths or times are negative"
-    if any(not 0 <= low <= high for low, high in summary.versions.values()):
-        return "versions: the oldest is newer than the newest"
-    return None
+    return summary_fault(summary)
 
 
 async def serve(

@@ -1,7 +1,10 @@
 """Every message on the wire, one frozen Struct each; ``KINDS`` gives each its kind byte.
 
 Rules: a new field has a default; a field or kind byte is never reused with a new meaning; unknown
-fields are ignored. Messages are nouns. Peers' names are not in messages: the link's key says who
+fields are ignored. Messages are nouns. What a peer says of itself is bounded where it is decoded
+(``Count``, ``Finite``, ``Id``), so that sums of it fit 64 bits and what is kept of it stays small;
+of ``GroupSummary`` that is ``transport.trajectory.summary_fault``, because its sender is to hear
+why. Peers' names are not in messages: the link's key says who
 speaks. ``fence`` is (scheduler term, counter). Times are seconds, sizes bytes.
 
     control plane        agent, trainer, service, operator <-> rollout scheduler
@@ -10,15 +13,25 @@ speaks. ``fence`` is (scheduler term, counter). Times are seconds, sizes bytes.
 """
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from transport.ids import Fence
 from transport.runs import RunSpec
 from transport.status import SchedulerStatus
 
 PROTOCOL_VERSION = 1
+
+MAX_COUNT = 2**53
+MAX_ID_LENGTH = 200
+"""Ids are made of names of up to 48 characters each (``transport.ids``)."""
+
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
+"""Neither NaN nor infinite, and sums of it are not either."""
+Id = Annotated[str, Meta(max_length=MAX_ID_LENGTH)]
 
 
 class Plane(StrEnum):
@@ -48,14 +61,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 class VersionRef(msgspec.Struct, frozen=True, kw_only=True):
     """A policy version and the digest of its whole state."""
 
-    version: int
-    digest: str
+    version: Count
+    digest: Id
 
 
 class HeldAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that an agent holds: waiting or running, or finished and in its spool."""
 
-    attempt: str
+    attempt: Id
     fence: Fence
     spooled: bool = False
 
@@ -63,7 +76,7 @@ class HeldAttempt(msgspec.Struct, frozen=True, kw_only=True):
 class AgentInventory(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent can do and what it still holds from before."""
 
-    slots: int
+    slots: Count
     hardware: str
     engine: str
     workflows: dict[str, str]
@@ -77,18 +90,18 @@ class TrainerInventory(msgspec.Struct, frozen=True, kw_only=True):
     """Where a trainer stands: its last durable checkpoint. ``checkpoint_step`` 0 with version 0
     is the initial model."""
 
-    policy: str
-    checkpoint_step: int
-    checkpoint_version: int
+    policy: Id
+    checkpoint_step: Count
+    checkpoint_version: Count
 
 
 class Hello(Message, frozen=True, kw_only=True):
     """First message on the control plane. ``incarnation`` grows with every start of the peer."""
 
     role: Role
-    incarnation: int
+    incarnation: Count
     build: str
-    protocol: int = PROTOCOL_VERSION
+    protocol: Count = PROTOCOL_VERSION
     features: tuple[str, ...] = ()
     agent: AgentInventory | None = None
     trainer: TrainerInventory | None = None
@@ -123,8 +136,8 @@ class HelloRequired(Message, frozen=True, kw_only=True):
 class Ping(Message, frozen=True, kw_only=True):
     """Sign of life of a trainer or service; ``sent_s`` is the sender's monotonic clock."""
 
-    sequence: int
-    sent_s: float
+    sequence: Count
+    sent_s: Finite
 
 
 class Pong(Message, frozen=True, kw_only=True):
@@ -145,17 +158,17 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Sign of life of an agent; renews the lease of every attempt in ``held``. ``rtt_s`` is the
     agent's smoothed round trip as measured from earlier replies."""
 
-    sequence: int
-    sent_s: float
+    sequence: Count
+    sent_s: Finite
     held: tuple[HeldAttempt, ...] = ()
-    running_sequences: int = 0
-    waiting_sequences: int = 0
-    tokens_generated: int = 0
+    running_sequences: Count = 0
+    waiting_sequences: Count = 0
+    tokens_generated: Count = 0
     versions: dict[str, VersionRef] = {}
-    rtt_s: float | None = None
-    spool_bytes: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
+    rtt_s: Finite | None = None
+    spool_bytes: Count = 0
+    bytes_up: Count = 0
+    bytes_down: Count = 0
     draining: bool = False
 
 
@@ -216,7 +229,7 @@ class LeaseReply(Message, frozen=True, kw_only=True):
     """``accepted`` false gives the reason (``draining``, ``full``, ``spool_full``,
     ``workflow_unknown``, ``version_passed`` ...)."""
 
-    attempt: str
+    attempt: Id
     fence: Fence
     accepted: bool
     reason: str = ""
@@ -233,7 +246,7 @@ class LeaseRevoke(Message, frozen=True, kw_only=True):
 class AttemptFailed(Message, frozen=True, kw_only=True):
     """The attempt is over without a result; ``code`` is stable, ``detail`` is for people."""
 
-    attempt: str
+    attempt: Id
     fence: Fence
     code: str
     detail: str = ""
@@ -242,12 +255,12 @@ class AttemptFailed(Message, frozen=True, kw_only=True):
 class VersionServing(Message, frozen=True, kw_only=True):
     """The agent now generates with this version: how it got there, for the estimators."""
 
-    policy: str
-    version: int
-    digest: str
-    pause_s: float
-    fetched_bytes: int = 0
-    fetch_s: float = 0.0
+    policy: Id
+    version: Count
+    digest: Id
+    pause_s: Finite
+    fetched_bytes: Count = 0
+    fetch_s: Finite = 0.0
 
 
 # ---- control: trainers -----------------------------------------------------------------------
@@ -257,10 +270,10 @@ class BatchRequest(Message, frozen=True, kw_only=True):
     """The trainer wants ``groups`` groups for ``step``; it now holds ``head_version`` of step
     ``step - 1``. Standing until granted; asking again is harmless."""
 
-    policy: str
-    step: int
-    groups: int
-    head_version: int
+    policy: Id
+    step: Count
+    groups: Count
+    head_version: Count
 
 
 class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,9 +297,9 @@ class GroupUnusable(Message, frozen=True, kw_only=True):
     """A granted group cannot be trained on (body missing, or other than its summary); the
     scheduler grants the step again without it."""
 
-    policy: str
-    step: int
-    job: str
+    policy: Id
+    step: Count
+    job: Id
     code: str
 
 
@@ -294,11 +307,11 @@ class StepReport(Message, frozen=True, kw_only=True):
     """A step is done. ``version`` is the number under which its weights are being published;
     busy and waiting time are apart so that the scheduler can tell starvation from slowness."""
 
-    policy: str
-    step: int
-    version: int
-    busy_s: float
-    waiting_s: float
+    policy: Id
+    step: Count
+    version: Count
+    busy_s: Finite
+    waiting_s: Finite
     metrics: dict[str, float] = {}
 
 
@@ -306,9 +319,9 @@ class CheckpointReport(Message, frozen=True, kw_only=True):
     """State of ``step`` is durable: groups taken up to it are never asked for again. ``final``
     says that the trainer has made its last step and exported the model."""
 
-    policy: str
-    step: int
-    version: int
+    policy: Id
+    step: Count
+    version: Count
     final: bool = False
 
 
@@ -360,19 +373,19 @@ class BodiesReleased(Message, frozen=True, kw_only=True):
 
 
 class BodiesGone(Message, frozen=True, kw_only=True):
-    digests: tuple[str, ...]
+    digests: tuple[Id, ...]
 
 
 class VersionStored(Message, frozen=True, kw_only=True):
     """A version is durable in the weight store; announced until ``VersionAccepted``."""
 
-    policy: str
-    version: int
-    parent: int | None
-    step: int
-    digest: str
-    delta_bytes: int
-    full_bytes: int
+    policy: Id
+    version: Count
+    parent: Count | None
+    step: Count
+    digest: Id
+    delta_bytes: Count
+    full_bytes: Count
 
 
 class VersionAccepted(Message, frozen=True, kw_only=True):
@@ -434,7 +447,7 @@ class TrajectoryRefused(Message, frozen=True, kw_only=True):
 
 
 class BodyRequest(Message, frozen=True, kw_only=True):
-    digests: tuple[str, ...]
+    digests: tuple[Id, ...]
 
 
 class Body(Message, frozen=True, kw_only=True):
@@ -472,10 +485,10 @@ class WeightsRequest(Message, frozen=True, kw_only=True):
     """Standing request: send a plan as soon as there is anything beyond what the agent has.
     ``upto`` bounds the version (pinned work); None means the newest."""
 
-    policy: str
-    have_version: int | None
-    have_digest: str = ""
-    upto: int | None = None
+    policy: Id
+    have_version: Count | None
+    have_digest: Id = ""
+    upto: Count | None = None
 
 
 class PlanStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -503,15 +516,15 @@ class WeightsPlan(Message, frozen=True, kw_only=True):
 class ChunkRequest(Message, frozen=True, kw_only=True):
     """Chunks of a hash-addressed file; asked for by whoever receives the file."""
 
-    digest: str
-    indices: tuple[int, ...]
+    digest: Id
+    indices: tuple[Count, ...]
 
 
 class Chunk(Message, frozen=True, kw_only=True):
     """Payload: one frame with the chunk's bytes, or none when ``found`` is false."""
 
-    digest: str
-    index: int
+    digest: Id
+    index: Count
     found: bool = True
 
 

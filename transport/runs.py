@@ -2,6 +2,9 @@
 
 These Structs are the TOML schema, the body of ``RunSubmit`` and a row in the scheduler's store.
 In a file unknown keys are refused; on the wire they are ignored like everywhere else.
+
+What always holds: every number has an upper bound, and a run fits the messages that carry it whole
+(``RunSubmit``, ``Welcome``) or in part (``LeaseOffer``), as does the ``BatchGrant`` of a batch.
 """
 
 from typing import Annotated, Any, Literal
@@ -9,8 +12,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-Positive = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
+MAX_NUMBER = 10**9
+MAX_TURNS = 64
+"""How often a workflow of several turns may generate for one sequence."""
+
+MAX_SETTINGS_BYTES = 16 * 1024
+"""A workflow's settings travel with every lease."""
+
+MAX_RUN_BYTES = 192 * 1024
+"""A run travels in one control frame of 256 KiB."""
+
+Positive = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
+NotNegative = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,8 +34,8 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     trained: bool = True
     trainer: Literal["torch", "numpy"] = "torch"
     steps: Positive = 100
-    batch_groups: Positive = 32
-    max_policy_lag: NotNegative = 4
+    batch_groups: Annotated[int, Meta(ge=1, le=1024)] = 32
+    max_policy_lag: Annotated[int, Meta(ge=0, le=10_000)] = 4
     checkpoint_every: Positive = 20
     settings: dict[str, Any] = {}
 
@@ -37,7 +50,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     path: str = ""
     reward: Literal["verifier", "exact", "math-verify"] = "verifier"
-    held_out_one_in: Annotated[int, Meta(ge=2)] = 5
+    held_out_one_in: Annotated[int, Meta(ge=2, le=1000)] = 5
 
 
 class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,11 +58,26 @@ class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``module:function``; ``policies`` are the names it generates with."""
 
     reference: str = "single_turn"
-    policies: tuple[str, ...]
-    group_size: Positive = 8
-    max_new_tokens: Positive = 64
-    temperature: Annotated[float, Meta(ge=0.0)] = 1.0
+    policies: Annotated[tuple[str, ...], Meta(max_length=32)]
+    group_size: Annotated[int, Meta(ge=1, le=1024)] = 8
+    max_new_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 64
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     settings: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for settings that no lease has room for."""
+        size_bytes = len(msgspec.msgpack.encode(self.settings))
+        if size_bytes > MAX_SETTINGS_BYTES:
+            raise ValueError(
+                f"settings: take {size_bytes} bytes, every lease has room for"
+                f" {MAX_SETTINGS_BYTES}; make them shorter"
+            )
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """More tokens than this no sequence can have."""
+        turns = 1 if self.reference == "single_turn" else MAX_TURNS
+        return turns * self.max_new_tokens
 
 
 class EvaluationSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,10 +94,19 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One training effort."""
 
     name: str
-    seed: NotNegative = 0
-    policies: dict[str, PolicySpec]
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    policies: Annotated[dict[str, PolicySpec], Meta(max_length=32)]
     task: TaskSpec
     workflow: WorkflowSpec
     evaluation: EvaluationSpec | None = None
     max_attempts: Annotated[int, Meta(ge=1, le=100)] = 5
     max_groups: NotNegative = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a run that is too large for one message."""
+        size_bytes = len(msgspec.msgpack.encode(self))
+        if size_bytes > MAX_RUN_BYTES:
+            raise ValueError(
+                f"the run takes {size_bytes} bytes, a message has room for {MAX_RUN_BYTES};"
+                " make settings and texts shorter"
+            )
