@@ -32,6 +32,17 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     trajectory_segment_bytes: Bytes = 64 * 2**20
     trajectory_disk_bytes: Bytes = 64 * 2**30
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for times that contradict each other."""
+        least_s = 2 * self.heartbeat_s
+        for key, value_s in (("lost_after_s", self.lost_after_s), ("lease_s", self.lease_s)):
+            if value_s < least_s:
+                raise ValueError(
+                    f"{key} = {value_s:g} is shorter than two heartbeats (heartbeat_s ="
+                    f" {self.heartbeat_s:g}), so that one late message costs work; raise {key} to"
+                    f" {least_s:g} or more, or lower heartbeat_s"
+                )
+
 
 class SchedulerConfig(DaemonConfig, frozen=True, kw_only=True):
     """What ``farflow scheduler run`` reads."""

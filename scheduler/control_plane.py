@@ -86,8 +86,16 @@ class ControlPlane:
             self.counters["send.unknown_request"] += 1
             return
         if isinstance(message, StatusReply):
-            message = StatusReply(status=fitting(message.status))
+            status = message.status
+            counters = {**status.counters, **self._wire_counters()}
+            status = msgspec.structs.replace(status, counters=counters)
+            message = StatusReply(status=fitting(status))
         self._hub.send(route, message)
+
+    def _wire_counters(self) -> dict[str, int]:
+        """What was turned away before it became an event, and what could not be sent."""
+        found = {**self._hub.counters, **self.counters}
+        return {f"control.{name}": found[name] for name in sorted(found)}
 
     def _request(self, route: bytes, name: str, message: Message) -> FromOperator:
         number = self._next_request
@@ -99,11 +107,12 @@ class ControlPlane:
 
 
 def fitting(status: SchedulerStatus) -> SchedulerStatus:
-    """A status that fits one control frame: of a very large fleet only the first agents, and a
-    counter ``status.agents_left_out`` that says so."""
+    """A status that fits one control frame: of a very large fleet only the first agents, of very
+    many runs only the latest, and counters ``status.agents_left_out`` and ``status.runs_left_out``
+    that say so."""
     everybody = status.agents
     shown = len(everybody)
-    while shown and len(msgspec.msgpack.encode(status)) > CONTROL_FRAME_BYTES - 1024:
+    while shown and not _fits(status):
         shown = shown * 3 // 4
         left_out = len(everybody) - shown
         status = msgspec.structs.replace(
@@ -111,4 +120,18 @@ def fitting(status: SchedulerStatus) -> SchedulerStatus:
             agents=everybody[:shown],
             counters={**status.counters, "status.agents_left_out": left_out},
         )
+    runs = status.runs
+    shown = len(runs)
+    while shown and not _fits(status):
+        shown = shown * 3 // 4
+        left_out = len(runs) - shown
+        status = msgspec.structs.replace(
+            status,
+            runs=runs[left_out:],
+            counters={**status.counters, "status.runs_left_out": left_out},
+        )
     return status
+
+
+def _fits(status: SchedulerStatus) -> bool:
+    return len(msgspec.msgpack.encode(status)) <= CONTROL_FRAME_BYTES - 1024

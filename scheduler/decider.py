@@ -9,8 +9,17 @@ What always holds:
    be ahead of the disk is bounded, and beyond that no more input is taken.
 3. The core's clock continues from where the store says the last life stopped.
 4. A disk that refuses ends the loop with its ``StoreError``: no effect of a lost commit leaves.
+5. An event that raises out of the core ends the loop: nobody knows which half of its changes was
+   made, so neither its rows nor any effect decided beside it may leave. The rows on disk are those
+   before it, so the next life begins sound. Who sent it goes to the log and the event to the event
+   log, so that a sender that says it again can be told apart and shut out by its key.
 
 The core is called on the event loop and nowhere else. No decision is made here.
+
+That a changed row encodes needs no handling: rows are Structs of texts, flags, floats and integers,
+every integer of a peer is bounded where it is decoded (``transport.messages``) or looked at
+(``transport.trajectory.summary_fault``, ``transport.runs``), and sums over a group or batch are of
+at most 2**10 lengths and 2**10 groups of at most 2**31 each: 2**51.
 """
 
 import asyncio
@@ -22,7 +31,14 @@ from typing import Any, Final
 import structlog
 
 from scheduler.core.effects import Effect
-from scheduler.core.events import Event, Tick
+from scheduler.core.events import (
+    Event,
+    FromAgent,
+    FromOperator,
+    FromService,
+    FromTrainer,
+    Tick,
+)
 from scheduler.core.machine import SchedulerCore
 from scheduler.event_log import EventLog
 from scheduler.service import Worker
@@ -128,20 +144,39 @@ class Decider:
             while len(self._inputs) >= MAX_UNCOMMITTED:
                 self._committed.clear()
                 await self._committed.wait()
-            for _ in range(min(len(self._input), MAX_BATCH)):
-                self._handle(self._input.popleft())
+            try:
+                self._handle_some()
+            except BaseException as error:
+                await self._record_failure(error)
+                raise
             if len(self._input) < MAX_INPUT:
                 self._room.set()
-            deadline = self._core.next_deadline()
-            # Timers fire only when nothing waits: nobody is lost while their message is queued.
-            if deadline is not None and deadline <= self.now():
-                if not self._input or self._since_due >= MAX_INPUT:
-                    self._since_due = 0
-                    self._handle(Tick())
-                else:
-                    self._since_due += MAX_BATCH
-            self._changes += self._core.take_changes()
             self._to_commit.set()
+
+    def _handle_some(self) -> None:
+        for _ in range(min(len(self._input), MAX_BATCH)):
+            self._handle(self._input.popleft())
+        deadline = self._core.next_deadline()
+        # Timers fire only when nothing waits: nobody is lost while their message is queued.
+        if deadline is not None and deadline <= self.now():
+            if not self._input or self._since_due >= MAX_INPUT:
+                self._since_due = 0
+                self._handle(Tick())
+            else:
+                self._since_due += MAX_BATCH
+        self._changes += self._core.take_changes()
+
+    async def _record_failure(self, error: BaseException) -> None:
+        """Keep the evidence; nothing that was decided together with it may leave any more."""
+        inputs, self._inputs = self._inputs, []
+        effects, self._effects = self._effects, []
+        _log.critical(
+            "core.failed", error=repr(error)[:500], **_sender(inputs[-1][1] if inputs else Tick())
+        )
+        to_log = [*self._unlogged, *inputs]
+        effects_to_log = [*self._unlogged_effects, *effects]
+        self._unlogged, self._unlogged_effects = [], []
+        await self._writer.run(self._event_log.append, to_log, effects_to_log)
 
     def _handle(self, event: Event) -> None:
         now = self._decided_s = self.now()
@@ -217,3 +252,14 @@ class Decider:
             if now_s >= window_ends_s:
                 self.loop_lag_s, worst_s = worst_s, 0.0
                 window_ends_s = now_s + LAG_WINDOW_S
+
+
+def _sender(event: Event) -> dict[str, str]:
+    """Who said what, for the log."""
+    match event:
+        case FromAgent(peer, message) | FromTrainer(peer, message) | FromService(peer, message):
+            return {"peer": peer, "message": type(message).__name__}
+        case FromOperator(peer, _, message):
+            return {"peer": peer, "message": type(message).__name__}
+        case _:
+            return {"event": type(event).__name__}

@@ -205,7 +205,12 @@ class _RunSource:
     def _answered(self, answer: SourceItems) -> None:
         self._deaths = 0
         if self._outstanding:  # answers come in the order of requests
-            self._outstanding.popleft()
+            request = self._outstanding.popleft()
+            if answer.kind == "eval" and not answer.items and answer.end is None:
+                # Still searching; what was asked for meanwhile goes first. To the core an empty
+                # answer would be the end.
+                self.ask(request)
+                return
         if answer.end is not None and not answer.items:
             _log.info("task_source.held_out_end", run=self._run.name, items=answer.end)
         self._on_event(

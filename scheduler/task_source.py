@@ -20,8 +20,9 @@ from transport.runs import RunSpec
 
 FRAME_BYTES: Final = 64 * 2**20
 MAX_COUNT: Final = 1024
-JOB_BYTES: Final = 240 * 1024
-"""Items of one job travel in one control frame of 256 KiB, with some words around them."""
+JOB_BYTES: Final = 216 * 1024
+"""Items of one job travel in one control frame of 256 KiB, beside the workflow's settings (at most
+``MAX_SETTINGS_BYTES``) and the ids of its policies."""
 
 SIZE: Final = struct.Struct("<I")
 
@@ -35,7 +36,8 @@ class SourceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SourceItems(msgspec.Struct, frozen=True, kw_only=True, tag="items"):
-    """``end`` is where the evaluation space ends, None while no end was seen."""
+    """``end`` is where the evaluation space ends, None while no end was seen: fewer evaluation
+    items than asked for, or none, then mean that finding more takes another request."""
 
     kind: Literal["train", "eval"]
     start: int

@@ -15,6 +15,7 @@ Foreign generators draw from small fixed-size blocks with a seed of their own, b
 make all their items at once and because a position must be found without making all before it.
 """
 
+import codecs
 import hashlib
 import json
 import random
@@ -49,6 +50,21 @@ percent of the prompts unseen this ends too early in one case of 170."""
 MAX_DRAWS_WITHOUT_HELD_OUT: Final = 64
 """Times ``held_out_one_in``: so many draws, and not one held out (by chance: e^-64)."""
 
+MAX_DRAWS_PER_REQUEST: Final = 10_000
+"""Then evaluation items are given as far as they are found, so that a request for training items
+waits behind no long search; whoever asked asks again."""
+
+_GENERATOR_ERRORS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What foreign generators raise for settings that do not go together."""
+
 
 def is_held_out(prompt: str, one_in: int) -> bool:
     """Whether a prompt is never trained on: SHA-256 of its UTF-8 text, modulo ``one_in``."""
@@ -59,7 +75,8 @@ class ItemSource(Protocol):
     """Makes items of one run."""
 
     def items(self, kind: Kind, start: int, count: int) -> list[Item]:
-        """Items ``start`` to ``start + count - 1``; fewer only where the evaluation space ends.
+        """Items ``start`` to ``start + count - 1``; fewer where the evaluation space ends, and
+        while ``held_out_end`` is None because finding them takes more requests.
 
         Raises:
             TaskError: the source cannot give them.
@@ -109,6 +126,8 @@ class ReasoningGymSource:
         self._block: tuple[int, list[Item]] = (-1, [])
         self._held_out: list[Item] = []
         self._held_out_draws = 0
+        self._misses = 0
+        self._since_held_out = 0
         self._held_out_prompts: set[bytes] = set()
         self._held_out_complete = False
         self._check_settings()
@@ -146,28 +165,32 @@ class ReasoningGymSource:
         )
 
     def _extend_held_out(self, count: int) -> None:
-        misses = since_held_out = 0
-        while len(self._held_out) < count and not self._held_out_complete:
-            item = self._next_evaluation_draw()
-            if not is_held_out(item.prompt, self._one_in):
-                since_held_out += 1
-                if since_held_out > MAX_DRAWS_WITHOUT_HELD_OUT * self._one_in:
-                    self._held_out_complete = True
-                continue
-            since_held_out = 0
-            prompt = hashlib.sha256(item.prompt.encode()).digest()
-            if prompt in self._held_out_prompts:
-                misses += 1
-                self._held_out_complete = misses >= MAX_MISSES
-                continue
-            misses = 0
-            self._held_out_prompts.add(prompt)
-            self._held_out.append(item)
-        if not self._held_out:
+        """Draw on; where the space ends depends on the draws alone, not on the requests."""
+        for _ in range(MAX_DRAWS_PER_REQUEST):
+            if len(self._held_out) >= count or self._held_out_complete:
+                break
+            self._take_evaluation_draw(self._next_evaluation_draw())
+        if self._held_out_complete and not self._held_out:
             raise TaskError(
                 f"{self._where}: no held-out prompt found; choose settings with more different "
                 "prompts, or lower task.held_out_one_in"
             )
+
+    def _take_evaluation_draw(self, item: Item) -> None:
+        if not is_held_out(item.prompt, self._one_in):
+            self._since_held_out += 1
+            if self._since_held_out > MAX_DRAWS_WITHOUT_HELD_OUT * self._one_in:
+                self._held_out_complete = True
+            return
+        self._since_held_out = 0
+        prompt = hashlib.sha256(item.prompt.encode()).digest()
+        if prompt in self._held_out_prompts:
+            self._misses += 1
+            self._held_out_complete = self._misses >= MAX_MISSES
+            return
+        self._misses = 0
+        self._held_out_prompts.add(prompt)
+        self._held_out.append(item)
 
     def _next_evaluation_draw(self) -> Item:
         block, position = divmod(self._held_out_draws, EVAL_BLOCK_DRAWS)
@@ -212,9 +235,9 @@ class ReasoningGymSource:
             dataset: Sequence[Any] = reasoning_gym.create_dataset(
                 self._dataset, seed=seed, size=size, **self._settings
             )
-        except (AssertionError, TypeError, ValueError) as error:
+        except _GENERATOR_ERRORS as error:
             raise TaskError(f"task.settings: {self._dataset!r} refuses them: {error}") from error
-        return _Generator(dataset, seed)
+        return _Generator(dataset, seed, f"task.settings: {self._dataset!r} with {self._settings}")
 
     def _item(self, entry: Mapping[str, Any], index: int) -> Item:
         try:
@@ -237,13 +260,21 @@ class _Generator:
     entry, they are pure too. This process makes items and nothing else: nobody misses the old
     state."""
 
-    def __init__(self, dataset: Sequence[Any], seed: int) -> None:
+    def __init__(self, dataset: Sequence[Any], seed: int, where: str) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._where = where
 
     def draw(self, position: int) -> Mapping[str, Any]:
+        """Raises TaskError when the data set fails with these settings."""
         random.seed(self._seed + position)
-        entry: Mapping[str, Any] = self._dataset[position]
+        try:
+            entry: Mapping[str, Any] = self._dataset[position]
+        except _GENERATOR_ERRORS as error:
+            raise TaskError(
+                f"{self._where} cannot make an entry: {type(error).__name__}: {error};"
+                " change the settings"
+            ) from error
         return entry
 
 
@@ -312,6 +343,8 @@ class JsonlSource:
                 raise TaskError(f"{self._path}: larger than {MAX_FILE_BYTES} bytes; split it")
             with open(self._path, "rb") as file:
                 for number, raw in enumerate(file, start=1):
+                    if number == 1:
+                        raw = raw.removeprefix(codecs.BOM_UTF8)
                     if raw.strip():
                         self._take(decoder, raw, number, one_in, seen)
         except OSError as error:
@@ -337,6 +370,8 @@ class JsonlSource:
             raise TaskError(f"{where}: {f'{field}: ' if field else ''}{reason}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TaskError(f"{where}: not a JSON object: {error}") from error
+        except RecursionError as error:
+            raise TaskError(f"{where}: nested too deeply; remove what is not needed") from error
         meta = json.dumps({"id": line.id}) if line.id != "" else ""
         item = Item(index=0, prompt=line.prompt, answer=line.answer, meta=meta)
         check_item(item, where)

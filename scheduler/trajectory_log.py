@@ -4,9 +4,9 @@ trainers. A process of its own, so that no body ever holds up a decision.
 What always holds: an agent hears ``TrajectoryAck`` after its body survives a power cut, and not
 otherwise; the scheduler is told of a stored body until it has the summary in its own store; a
 summary says which agent's key sent it, whatever the agent wrote, and keeps the bounds of
-``summary_fault``: one that does not (an older farflow stored it) is dropped; a body that is already there is
-acknowledged again and stored once; when the disk bound is reached nothing is acknowledged, so that
-agents keep their spools. Bodies are not unpacked here.
+``summary_fault``: one that does not (an older farflow stored it) is dropped; a body that is already
+there is acknowledged again and stored once; when the disk bound is reached nothing is acknowledged,
+so that agents keep their spools. Bodies are not unpacked here.
 
 What waits for the disk is bounded; beyond that no more is received, and the agents' links fill up.
 """
@@ -15,6 +15,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -274,7 +275,7 @@ class TrajectoryLog:
         chosen: list[GroupSummary] = []
         size_bytes = 0
         room = ANNOUNCE_WINDOW - len(self._announced)
-        for digest, summary in list(self._unaccepted.items()):
+        for digest, summary in list(islice(self._unaccepted.items(), 2 * ANNOUNCE_WINDOW)):
             if room <= 0:
                 break
             if digest in self._announced:

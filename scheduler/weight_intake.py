@@ -30,7 +30,7 @@ from transport.errors import (
     StoreError,
 )
 from transport.keys import SignerKey, load_signers
-from transport.messages import Chunk, VersionDurable, VersionOffer, VersionRejected
+from transport.messages import MAX_COUNT, Chunk, VersionDurable, VersionOffer, VersionRejected
 from transport.runtime.clock import Clock
 from transport.weights.blobs import BlobFolder
 from transport.weights.manifest import (
@@ -195,6 +195,12 @@ class Intake:
         if manifest.policy != offer.policy:
             raise AuthenticationFailed(
                 f"the key is policy {offer.policy!r}'s, the manifest of {manifest.policy!r}"
+            )
+        numbers = (manifest.version, manifest.step, manifest.parent or 0, manifest.full_bytes)
+        if not all(0 <= number <= MAX_COUNT for number in numbers):
+            raise RemoteProtocolError(
+                f"version {manifest.version} of {manifest.policy}: a number is not within 0 and"
+                f" {MAX_COUNT}"
             )
         known = {stored.version: stored for stored in self._versions.versions(manifest.policy)}
         same = known.get(manifest.version)

@@ -13,6 +13,7 @@ import asyncio
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -262,13 +263,19 @@ class WeightStore:
 
     def _announce(self) -> None:
         now = self._clock.monotonic_s()
-        for key, stored in self._unaccepted.items():
+        for key, stored in list(islice(self._unaccepted.items(), 2 * ANNOUNCE_WINDOW)):
             if len(self._announced) >= ANNOUNCE_WINDOW:
                 return
-            if key not in self._announced:
+            if key in self._announced:
+                continue
+            try:
                 if not self._tell(stored):
                     return
-                self._announced[key] = now
+            except LocalProtocolError as error:  # it must not silence the others
+                _log.error("version.not_announced", version=stored.version, reason=str(error))
+                del self._unaccepted[key]
+                continue
+            self._announced[key] = now
 
     async def _maintain(self) -> None:
         """Snapshots and retention, apart from the arrival of versions."""

@@ -4,8 +4,8 @@ Rules: a new field has a default; a field or kind byte is never reused with a ne
 fields are ignored. Messages are nouns. What a peer says of itself is bounded where it is decoded
 (``Count``, ``Finite``, ``Id``), so that sums of it fit 64 bits and what is kept of it stays small;
 of ``GroupSummary`` that is ``transport.trajectory.summary_fault``, because its sender is to hear
-why. Peers' names are not in messages: the link's key says who
-speaks. ``fence`` is (scheduler term, counter). Times are seconds, sizes bytes.
+why. Peers' names are not in messages: the link's key says who speaks. ``fence`` is (scheduler term,
+counter). Times are seconds, sizes bytes.
 
     control plane        agent, trainer, service, operator <-> rollout scheduler
     trajectories plane   agent, trainer                    <-> trajectory log

@@ -6,7 +6,6 @@ body of any other summary is released. A summary comes from an agent, so nothing
 before it is checked.
 """
 
-import math
 from itertools import islice
 
 from scheduler.core import attempts, consumption, jobs
@@ -20,6 +19,7 @@ from transport.messages import (
     SummariesAccepted,
     TrajectoriesStored,
 )
+from transport.trajectory import summary_fault
 
 RELEASE_BATCH = 1000
 ACCURATE = 1.0
@@ -88,12 +88,12 @@ def _fault(ctx: Context, job: Job, summary: GroupSummary) -> str:
     sequences = job.sequences
     if len(summary.rewards) != sequences or len(summary.lengths) != sequences:
         return f"{len(summary.rewards)} rewards, {len(summary.lengths)} lengths of {sequences}"
-    if not all(map(math.isfinite, summary.rewards)) or min(summary.lengths) < 0:
-        return "reward or length out of range"
-    if not (math.isfinite(summary.generating_s) and math.isfinite(summary.queued_s)):
-        return "a time is not finite"
-    if summary.size_bytes <= 0 or not summary.digest:
-        return "no body"
+    fault = summary_fault(summary)
+    if fault:
+        return fault
+    longest = ctx.tables.runs[job.run].spec.workflow.max_sequence_tokens
+    if max(summary.lengths) > longest:
+        return f"a sequence of {max(summary.lengths)} tokens, at most {longest}"
     if summary.digest in ctx.tables.releases or summary.digest in ctx.bodies:
         return "its body belongs to another result"
     for policy, (oldest, newest) in summary.versions.items():

@@ -54,10 +54,27 @@ def _run(ctx: Context, run: Run, evaluations: list[Evaluation]) -> RunStatus:
     return RunStatus(
         name=run.name,
         state=run.state,
-        reason=run.reason or run.finishing,
+        reason=run.reason or run.finishing or _stuck(ctx, run),
         policies=tuple(_policy(ctx, run, policy, statuses) for policy in policies),
         accounting=tuple(rows),
     )
+
+
+def _stuck(ctx: Context, run: Run) -> str:
+    """Why nobody takes the training jobs that a running run has waiting, when that is plain."""
+    live = ctx.runs.get(run.name)
+    if live is None or run.state != "running" or not len(ctx.queue(run.name)):
+        return ""
+    ready = [ctx.tables.agents[name] for name, it in ctx.agents.items() if it.state == "ready"]
+    if not ready:
+        return "no agent is ready"
+    workflow, reward = run.spec.workflow.reference, live.reward.name
+    able = [agent for agent in ready if workflow in agent.workflows]
+    if not able:
+        return f"no agent offers workflow {workflow}"
+    if not any(reward in agent.rewards for agent in able):
+        return f"no agent offers reward {reward}"
+    return ""
 
 
 def _policy(

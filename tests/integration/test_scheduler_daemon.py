@@ -184,7 +184,7 @@ async def test_a_disk_that_refuses_ends_the_loop_before_any_effect_of_the_lost_c
     loop.start()
     big = msgspec.structs.replace(
         run_spec(tmp_path),
-        workflow=WorkflowSpec(policies=("solver",), settings={"text": "x" * 100_000}),
+        policies={"solver": PolicySpec(model="x" * 100_000)},
     )
     loop.decider.put(FromOperator("op", 1, RunSubmit(run=big)))
     await asyncio.wait(loop.tasks, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
