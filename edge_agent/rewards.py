@@ -28,6 +28,7 @@ from edge_agent.reward_worker import (
 )
 from transport.errors import RewardError
 from transport.messages import Item, RewardSpec
+from transport.runtime.processes import child_environment
 
 WORKERS = 2
 _STDERR_LINES = 20
@@ -78,6 +79,7 @@ class _Worker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
+                env=child_environment(),
             )
         except OSError as error:
             raise RewardCrashed(f"cannot start a verifier process: {error}") from error

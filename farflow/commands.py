@@ -92,7 +92,7 @@ def status(
     import msgspec
     from rich.console import Console
 
-    from farflow.view import accounting_table, screen
+    from farflow.view import PLAIN_WIDTH, accounting_table, counters_line, screen
 
     async def ask(operator: "Operator") -> Any:
         return await operator.status()
@@ -102,9 +102,12 @@ def status(
         click.echo(msgspec.json.encode(found))
         return
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
     console.print(screen(found, {}, {}))
     for run in found.runs:
         console.print(accounting_table(run.accounting))
+    console.print(counters_line(found), style="dim")
 
 
 @click.group("run")
@@ -189,7 +192,7 @@ def config_group() -> None:
 @click.argument("file", type=_FILE)
 @_set
 def config_check(file: Path, overrides: tuple[str, ...]) -> None:
-    """Check every table of FILE; says what it can be used for."""
+    """Check every table of FILE without starting anything."""
     _resolve(file, overrides)
     click.echo(f"{file}: ok")
 

@@ -31,6 +31,7 @@ def draw(records: list[dict[str, Any]], folder: Path) -> list[Path]:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     steps = [r for r in records if r.get("type") == "step"]
     evaluations = [r for r in records if r.get("type") == "evaluation" and r.get("done")]
@@ -75,6 +76,7 @@ def draw(records: list[dict[str, Any]], folder: Path) -> list[Path]:
         )
     axes.set(xlabel="optimizer step", ylabel="policy lag (optimizer steps)", title="Policy lag")
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     written.append(folder / "policy_lag.png")

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from cloud_trainer.config import TrainerTable
+from cloud_trainer.numpy_trainer import NumpySettings
+from cloud_trainer.torch_trainer import TorchSettings
 from edge_agent.config import AgentTable, FakeEngineTable
 from farflow.run_file import RunTable
 from farflow.up_config import LocalTable
@@ -28,6 +30,8 @@ DEPLOYMENT: tuple[tuple[str, type[msgspec.Struct]], ...] = (
 RUN: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("run", RunTable),
     ("policies.NAME", PolicySpec),
+    ('policies.NAME.settings with trainer = "torch"', TorchSettings),
+    ('policies.NAME.settings with trainer = "numpy"', NumpySettings),
     ("task", TaskSpec),
     ("workflow", WorkflowSpec),
     ("evaluation", EvaluationSpec),
@@ -43,7 +47,9 @@ win: defaults, files in order, `FARFLOW_TABLE__FIELD` variables, `--set table.fi
 key; `farflow config show FILE` prints every value and where it came from. Keys ending in `_s` take
 seconds or texts such as `"1500ms"`, keys ending in `_bytes` numbers or `"64MiB"`.
 
-Settings that belong to a trainer (`[policies.NAME.settings]`) are checked by that trainer.
+`[links.NAME]` describes an emulated link for `[local.agents.NAME] link`: `rtt` (or `delay_up` and
+`delay_down`), `jitter`, `rate` (or `rate_up` and `rate_down`), `queue`, and
+`outages = [{ start = "60s", duration = "20s" }]`; `farflow sim link profiles` lists ours.
 
 This page is generated: `farflow config reference`.
 """
@@ -56,13 +62,20 @@ def reference() -> str:
         parts.append(f"\n## {title}\n")
         for name, struct in tables:
             parts.append(
-                f"\n### `[{name}]`\n\n{_doc(struct)}\n\n| key | type | default |\n|---|---|---|\n"
+                f"\n### {_title(name)}\n\n{_doc(struct)}\n\n"
+                "| key | type | default |\n|---|---|---|\n"
             )
             parts.extend(
                 f"| `{field.encode_name}` | {_type(field.type)} | {_default(field)} |\n"
                 for field in msgspec.structs.fields(struct)
             )
     return "".join(parts)
+
+
+def _title(name: str) -> str:
+    """``a.b with c`` as a heading that quotes the table and the condition; ``a.b`` alone too."""
+    table, _, condition = name.partition(" with ")
+    return f"`[{table}]`" + (f" with `{condition}`" if condition else "")
 
 
 def _doc(struct: type[msgspec.Struct]) -> str:

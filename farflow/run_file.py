@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from cloud_trainer.numpy_trainer import NumpySettings
+from cloud_trainer.torch_trainer import TorchSettings
 from transport.errors import ConfigError
 from transport.ids import NAME_RULE, is_name
 from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
@@ -64,6 +66,8 @@ def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
                 f"policies.{name}.model: {model / 'config.json'} is missing; give a local "
                 "Hugging Face model folder"
             )
+        settings = TorchSettings if policy.trainer == "torch" else NumpySettings
+        convert(policy.settings, settings, f"policies.{name}.settings")
         policies[name] = msgspec.structs.replace(policy, model=str(model))
     task = tables.task
     if task.source == "jsonl":

@@ -92,7 +92,8 @@ def summarise(
         if agent.state not in ("gone", "lost")
         for policy in state.policies
     ]
-    if state.state != "finished" or state.reason.startswith("failed"):
+    failed = state.state != "finished" or state.reason.startswith("failed")
+    if failed:
         problems.append(f"the run is {state.state}: {state.reason or 'no reason given'}")
     problems.extend(
         f"accounting of {row.policy} ({row.kind}) is off by {row.balance}"
@@ -103,7 +104,7 @@ def summarise(
         f"agent {digest.agent} ended on version {digest.version} of {digest.policy}, whose digest "
         "differs from the published head"
         for digest in agents
-        if not digest.equal
+        if not digest.equal and not failed
     )
     for policy in policies:
         if policy.trained_twice:

@@ -39,8 +39,6 @@ from transport.status import RunStatus, SchedulerStatus
 POLL_S = 0.5
 AGENTS_LINE_S = 10.0
 """How often plain output says what the agents do."""
-PLAIN_WIDTH = 120
-"""Columns of tables that go to a file or pipe, which has no width of its own."""
 
 _log = structlog.get_logger()
 
@@ -121,7 +119,7 @@ async def up(run: Prepared, *, plain: bool) -> int:
     folder = RunFolder(run.path)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+        console = Console(width=view.PLAIN_WIDTH)
     clock = SystemClock()
     started = clock.monotonic_s()
     plain = plain or not console.is_terminal
@@ -218,6 +216,8 @@ async def _watch(
 
 def settled(status: SchedulerStatus, run: RunStatus, deployment: LocalDeployment) -> bool:
     """Everybody serves the head version, and the trainers have exported their models."""
+    if run.reason.startswith("failed"):
+        return True
     return deployment.trainers_left() == deployment.trained and all(
         agent.digests.get(policy.policy) == policy.head_digest
         for agent in status.agents

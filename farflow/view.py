@@ -24,6 +24,9 @@ from transport.status import (
     StepStatus,
 )
 
+PLAIN_WIDTH = 120
+"""Columns of tables that go to a file or pipe, which has no width of its own."""
+
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -50,12 +53,12 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def accuracy_text(evaluations: Iterable[EvaluationStatus]) -> str:
-    """``48.2 % (v0) → 86.1 % (v120)``: the first and the latest finished evaluation."""
+    """``48.2 % → 86.1 % (v120)``: the first and the latest finished evaluation."""
     done = [e for e in evaluations if e.done]
     if not done:
         return "-"
     first, last = done[0], done[-1]
-    text = f"{100 * first.accuracy:.1f} % (v{first.version})"
+    text = f"{100 * first.accuracy:.1f} %"
     if last is not first:
         text += f" → {100 * last.accuracy:.1f} % (v{last.version})"
     return text
@@ -78,7 +81,7 @@ def policy_table(run: RunStatus, rewards: Mapping[str, Sequence[float]]) -> Tabl
         "step",
         "reward",
         "",
-        "held-out accuracy",
+        "held-out",
         "lag",
         "buffer",
         "delta / full",
@@ -93,7 +96,7 @@ def policy_table(run: RunStatus, rewards: Mapping[str, Sequence[float]]) -> Tabl
             policy.trainer,
             f"{policy.step}/{policy.steps}",
             "-" if last is None else f"{last.reward_mean:.3f}",
-            sparkline(history, 24),
+            sparkline(history, 12),
             accuracy_text(policy.evaluations),
             "-" if last is None else f"{last.policy_lag_mean:.1f} (max {last.policy_lag_max})",
             str(policy.buffered_groups),
@@ -164,12 +167,14 @@ def screen(
     """The live view."""
     parts: list[RenderableType] = [policy_table(run, rewards) for run in status.runs]
     parts.append(agent_table(status.agents, rates))
-    trouble = ", ".join(f"{k} {v}" for k, v in sorted(status.counters.items()) if v)
-    if trouble:
-        parts.append(Text(f"counters: {trouble}", style="dim"))
     if note:
         parts.append(Text(note, style="dim"))
     return Group(*parts)
+
+
+def counters_line(status: SchedulerStatus) -> str:
+    """How often which thing happened in the scheduler, as names and numbers."""
+    return "counters: " + ", ".join(f"{k} {v}" for k, v in sorted(status.counters.items()) if v)
 
 
 def step_line(step: StepStatus) -> str:

@@ -30,6 +30,7 @@ from scheduler.task_source import (
     frame,
 )
 from transport.runs import RunSpec
+from transport.runtime.processes import child_environment
 
 MAX_DEATHS: Final = 5
 """Without an answer in between."""
@@ -154,7 +155,7 @@ class _RunSource:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     # Some generators iterate over sets: else items would differ per process.
-                    env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+                    env=child_environment({"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}),
                     start_new_session=True,
                 )
             except OSError as error:

@@ -34,7 +34,9 @@ class AllowList:
     def __init__(self, folder: Path, now: float) -> None:
         """Raises ``ConfigError`` when there is no such folder."""
         if not folder.is_dir():
-            raise ConfigError(f"{folder}: no such folder; make keys with `farflow keys`")
+            raise ConfigError(
+                f"{folder}: no such folder; make keys with `farflow keys create FOLDER`"
+            )
         self._folder = folder
         self._peers: dict[str, Peer] = {}
         self._seen: tuple[tuple[str, int, int, int], ...] | None = None

@@ -33,7 +33,8 @@ def load_toml(path: Path, kind: type[S], *, secret: bool = False) -> S:
             content = file.read(_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(
-            f"{path}: {error.strerror}; make keys with `farflow keys` or name another folder"
+            f"{path}: {error.strerror}; make keys with `farflow keys create FOLDER`, or name "
+            "another folder"
         ) from error
     if secret and mode & _OTHERS:
         raise ConfigError(

@@ -7,6 +7,7 @@ kept: everything that matters is said again.
 """
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,7 @@ from transport.permissions import HUB_ROLE, may_send
 from transport.runtime.settings import TransportConfig
 
 _HEARTBEATS_MISSED = 3
+_SAY_WHY_S = 5.0
 _WINDOW_MESSAGES = 1000
 """What is under way on the bulk planes is bounded in bytes, by credits; small requests for it must
 not be refused because sixteen of them, a plane's own window, are."""
@@ -108,7 +110,7 @@ class PlaneLinks:
             try:
                 if not link.connected:
                     changed(plane, False)
-                await link.wait_connected()
+                await self._connected(plane, link)
                 _log.info("link.up", plane=plane.value)
                 changed(plane, True)
                 await link.wait_disconnected()
@@ -116,6 +118,20 @@ class PlaneLinks:
             except LinkClosed:
                 if self._links[plane] is link:
                     return
+
+    async def _connected(self, plane: Plane, link: Link) -> None:
+        """Wait for the connection, and say now and then why there is none."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SAY_WHY_S):
+                    await link.wait_connected()
+                    return
+            _log.warning(
+                "link.not_connected", plane=plane.value, port=self._ports[plane],
+                reason=link.last_failure or "no answer",
+                remedy="check transport.host and port, and that the scheduler's keys/authorized"
+                " holds our public key",
+            )  # fmt: skip
 
     def renew(self, plane: Plane) -> None:
         """Start again with a new connection."""

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from transport.errors import ConfigError
+
 MAX_NUMBER = 10**9
 MAX_TURNS = 64
 """How often a workflow of several turns may generate for one sequence."""
@@ -24,6 +26,10 @@ MAX_RUN_BYTES = 192 * 1024
 
 Positive = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 NotNegative = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+
+
+class RunTooLarge(ConfigError, ValueError):
+    """It fits no message. A ValueError as well: msgspec adds to those where in a file it is."""
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +71,10 @@ class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        """Raises ValueError for settings that no lease has room for."""
+        """Raises RunTooLarge for settings that no lease has room for."""
         size_bytes = len(msgspec.msgpack.encode(self.settings))
         if size_bytes > MAX_SETTINGS_BYTES:
-            raise ValueError(
+            raise RunTooLarge(
                 f"settings: take {size_bytes} bytes, every lease has room for"
                 f" {MAX_SETTINGS_BYTES}; make them shorter"
             )
@@ -103,10 +109,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_groups: NotNegative = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a run that is too large for one message."""
+        """Raises RunTooLarge for a run that is too large for one message."""
         size_bytes = len(msgspec.msgpack.encode(self))
         if size_bytes > MAX_RUN_BYTES:
-            raise ValueError(
+            raise RunTooLarge(
                 f"the run takes {size_bytes} bytes, a message has room for {MAX_RUN_BYTES};"
                 " make settings and texts shorter"
             )

@@ -263,7 +263,7 @@ def require_loopback(endpoint: str) -> None:
     if not loopback:
         raise ConfigError(
             f"endpoint {endpoint!r} without keys is only allowed on a loopback address; "
-            "make keys with `farflow keys` or use 127.0.0.1"
+            "make keys with `farflow keys create FOLDER` or use 127.0.0.1"
         )
 
 

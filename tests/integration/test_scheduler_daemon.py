@@ -21,8 +21,8 @@ from service_world import POLICY, WAIT_S, PlaneLink, until
 from scheduler.children import overrides_of
 from scheduler.config import SchedulerConfig, SchedulerTable
 from scheduler.control_plane import fitting
-from scheduler.core.effects import RecordEvaluation, RecordStep, Reply, RunEnded
-from scheduler.core.events import FromAgent, FromOperator
+from scheduler.core.effects import Effect, RecordEvaluation, RecordStep, Reply, RunEnded
+from scheduler.core.events import Event, FromAgent, FromOperator
 from scheduler.core.machine import SchedulerCore
 from scheduler.core.settings import CoreSettings
 from scheduler.daemon import core_settings
@@ -73,7 +73,7 @@ from transport.plane_links import link_options
 from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
 from transport.runtime.clock import ManualClock, SystemClock
 from transport.runtime.settings import TransportConfig
-from transport.status import AgentStatus, EvaluationStatus, SchedulerStatus, StepStatus
+from transport.status import AgentStatus, EvaluationStatus, RunStatus, SchedulerStatus, StepStatus
 from transport.zmq_links import ZmqNetwork
 
 
@@ -194,6 +194,39 @@ async def test_a_disk_that_refuses_ends_the_loop_before_any_effect_of_the_lost_c
 
 
 @pytest.mark.asyncio
+async def test_an_event_that_breaks_the_core_ends_the_loop_and_only_the_log_keeps_it(
+    tmp_path, monkeypatch
+):
+    loop = Loop(tmp_path)
+    loop.begin_log()
+    handle = loop.core.handle
+
+    def breaks(event: Event, now: float) -> list[Effect]:
+        effects = handle(event, now)
+        if isinstance(event, FromAgent):
+            raise OverflowError("out of range")
+        return effects
+
+    monkeypatch.setattr(loop.core, "handle", breaks)
+    loop.start()
+    loop.decider.put(FromOperator("op", 1, StatusRequest()))
+    await until(lambda: len(loop.replies()) == 1)
+    loop.decider.put(FromOperator("op", 2, RunSubmit(run=run_spec(tmp_path))))
+    loop.decider.put(FromAgent("mallory", Heartbeat(sequence=1, sent_s=0.0)))
+    await asyncio.wait(loop.tasks, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
+    await loop.writer.run(int)
+    outcomes = await loop.stop()
+    assert any(isinstance(outcome, OverflowError) for outcome in outcomes)
+    assert len(loop.replies()) == 1
+    [folder] = recorded_terms(tmp_path / "events")
+    recorded = [unpack_event(e) for b in RecordedTerm(folder).batches() for _, e in b.inputs]
+    assert recorded[-1] == FromAgent("mallory", Heartbeat(sequence=1, sent_s=0.0))
+    again = Loop(tmp_path)
+    assert not {table for table, _, _ in again.rows} & {"run", "agent"}
+    await again.stop()
+
+
+@pytest.mark.asyncio
 async def test_the_cores_clock_stands_still_while_the_scheduler_is_down(tmp_path):
     clock = ManualClock(monotonic_s=1000.0)
     loop = Loop(tmp_path, clock)
@@ -292,6 +325,18 @@ def test_a_status_of_a_huge_fleet_is_cut_to_one_frame_and_says_so():
     assert 100 < len(cut.agents) == 5000 - cut.counters["status.agents_left_out"]
     small = msgspec.structs.replace(status, agents=agents[:3])
     assert fitting(small) is small
+
+
+def test_a_status_of_very_many_runs_is_cut_to_the_latest_and_says_so():
+    runs = tuple(
+        RunStatus(name=f"r{n}", state="running", reason="x" * 90, policies=(), accounting=())
+        for n in range(3000)
+    )
+    status = SchedulerStatus(term=1, build="b", uptime_s=0.0, runs=runs, agents=(), counters={})
+    cut = fitting(status)
+    assert len(msgspec.msgpack.encode(StatusReply(status=cut))) < CONTROL_FRAME_BYTES
+    assert 100 < len(cut.runs) == 3000 - cut.counters["status.runs_left_out"]
+    assert cut.runs[-1].name == "r2999"
 
 
 def test_metrics_are_one_whole_object_per_line(tmp_path):
@@ -476,6 +521,8 @@ async def test_a_daemon_serves_operators_and_agents_by_their_keys_and_stops_in_o
         status = await operator.status()
         assert [a.name for a in status.agents] == ["a"]
         assert status.runs[0].state == "running"
+        assert status.counters["control.received.not_allowed"] >= 2
+        assert status.counters["control.hello_required"] == 1
 
         stranger = world.link(KeyPair.generate("c", Role.AGENT))
         await until(lambda: stranger.link.handshake_failures > 0)

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import sys
 
 import msgspec
 import pytest
@@ -99,6 +100,33 @@ async def test_a_process_that_dies_again_and_again_fails_the_run_with_its_last_w
     r.runner.start(run_spec(task))
     await until(lambda: bool(r.events))
     assert r.events[0].message.startswith("cannot start /no/such/program")
+    await r.runner.close()
+
+
+SEARCHES_TWICE = """
+import sys
+from scheduler.task_source import *
+out = sys.stdout.buffer
+read_frame(sys.stdin.buffer)
+searched = 0
+while (data := read_frame(sys.stdin.buffer)) is not None:
+    request = msgspec.msgpack.decode(data, type=SourceRequest)
+    searched += request.kind == "eval"
+    found = request.kind == "train" or searched > 2
+    items = (Item(index=request.start, prompt="p", answer="a"),) if found else ()
+    out.write(frame(SourceItems(kind=request.kind, start=request.start, items=items)))
+    out.flush()
+"""
+
+
+@pytest.mark.asyncio
+async def test_an_unfinished_search_is_asked_again_behind_what_waits_and_is_no_end(task):
+    r = Runner(argv=(sys.executable, "-c", SEARCHES_TWICE))
+    r.runner.start(run_spec(task))
+    r.runner.produce("sums", "eval", 0, 8)
+    r.runner.produce("sums", "train", 5, 1)
+    await until(lambda: len(r.events) == 2)
+    assert [(event.kind, len(event.items)) for event in r.events] == [("train", 1), ("eval", 1)]
     await r.runner.close()
 
 

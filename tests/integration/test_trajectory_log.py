@@ -1,6 +1,7 @@
 """The trajectory log with real sockets, keys and files."""
 
 import hashlib
+import random
 import signal
 from pathlib import Path
 
@@ -9,13 +10,17 @@ import pytest
 from service_world import POLICY, service_world, until
 
 from scheduler.segments import BodyStore, Outcome
-from scheduler.trajectory_log import NAME, serve
+from scheduler.service import Surroundings
+from scheduler.trajectory_log import NAME, TrajectoryLog, serve
+from transport.envelope import CONTROL_FRAME_BYTES, encode
+from transport.errors import LocalProtocolError
 from transport.messages import (
     BodiesGone,
     BodiesReleased,
     Body,
     BodyRequest,
     GroupSummary,
+    Message,
     Plane,
     SummariesAccepted,
     TrajectoriesStored,
@@ -23,6 +28,8 @@ from transport.messages import (
     TrajectoryPut,
     TrajectoryRefused,
 )
+from transport.runtime.clock import SystemClock
+from transport.runtime.files import private_dir
 
 PLANE = Plane.TRAJECTORIES
 
@@ -44,6 +51,22 @@ def made(number: int, size_bytes: int = 1000) -> tuple[GroupSummary, bytes]:
         agent="somebody else",
     )
     return summary, body
+
+
+def replaced(summary: GroupSummary, siblings: int) -> GroupSummary:
+    return msgspec.structs.replace(summary, rewards=(1.0,) * siblings, lengths=(1,) * siblings)
+
+
+def as_large_as_a_frame(summary: GroupSummary) -> GroupSummary:
+    """One byte more, and the agent could not send it."""
+
+    def padded(length: int) -> GroupSummary:
+        job = "j" * length
+        return msgspec.structs.replace(summary, job=job, attempt=f"{job}#1")
+
+    size_bytes = len(encode(TrajectoryPut(summary=padded(100_000)), (b"",))[1])
+    grown = padded(100_000 + (CONTROL_FRAME_BYTES - size_bytes) // 2)
+    return msgspec.structs.replace(grown, agent="")
 
 
 def announced(world) -> dict[str, GroupSummary]:
@@ -112,6 +135,14 @@ async def test_bodies_that_are_not_what_they_say_are_refused(tmp_path):
                 (msgspec.structs.replace(summary, lengths=(1,)), body),
                 (msgspec.structs.replace(summary, job="sums/t-000002"), body),
                 (msgspec.structs.replace(summary, versions={POLICY: (3, 2)}), body),
+                (msgspec.structs.replace(summary, lengths=(2**64 - 1, 2**64 - 1)), body),
+                (msgspec.structs.replace(summary, prompt_tokens=2**63), body),
+                (msgspec.structs.replace(summary, fence=(1, 2**63)), body),
+                (msgspec.structs.replace(summary, rewards=(float("inf"), 0.0)), body),
+                (msgspec.structs.replace(summary, generating_s=-1.0), body),
+                (msgspec.structs.replace(summary, versions={POLICY: (0, 2**60)}), body),
+                (msgspec.structs.replace(summary, versions={"p" * 40_000: (0, 1)}), body),
+                (replaced(summary, 5000), body),
             ],
         }
         for code, cases in wrong.items():
@@ -122,6 +153,64 @@ async def test_bodies_that_are_not_what_they_say_are_refused(tmp_path):
         await put(agent, 2)
         await agent.expect(TrajectoryAck)
         await until(lambda: len(announced(world)) == 1)
+
+
+@pytest.mark.asyncio
+async def test_a_summary_as_large_as_a_frame_is_refused_and_stops_nobody(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        agent = world.link("a", PLANE, port)
+        summary, body = made(1)
+        await agent.send(TrajectoryPut(summary=as_large_as_a_frame(summary)), (body,))
+        [refused] = await agent.expect(TrajectoryRefused)
+        assert refused.code == "trajectory.malformed"
+        assert "longer than 200 characters" in refused.message
+        await put(agent, 2)
+        await until(lambda: len(announced(world)) == 1)
+
+
+@pytest.mark.asyncio
+async def test_a_store_with_a_summary_that_fits_no_message_heals(tmp_path):
+    """As an older farflow stored it: acknowledged, and then too large to be announced."""
+    folder = private_dir(tmp_path / "scheduler" / NAME / "bodies")
+    poisoned, good = made(1), made(2)
+    huge = msgspec.structs.replace(poisoned[0], lengths=(2**63, 2**63))
+    store = opened(folder)
+    store.append([(as_large_as_a_frame(poisoned[0]), poisoned[1]), good])
+    store.append([(msgspec.structs.replace(huge, digest="e" * 64), poisoned[1])])
+    store.close()
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()):
+        await until(lambda: bool(world.control.of(TrajectoriesStored)))
+        assert list(announced(world)) == [good[0].digest]
+    store = opened(folder)
+    assert (len(store), good[0].digest in store) == (1, True)
+    store.close()
+
+
+@pytest.mark.asyncio
+async def test_one_summary_that_cannot_be_told_does_not_silence_the_others(tmp_path):
+    told: list[str] = []
+
+    def tell(message: Message) -> bool:
+        assert isinstance(message, TrajectoriesStored | BodiesGone)
+        if isinstance(message, TrajectoriesStored):
+            digests = [summary.digest for summary in message.summaries]
+            if made(2)[0].digest in digests:
+                raise LocalProtocolError("too large")
+            told.extend(digests)
+        return True
+
+    store = opened(private_dir(tmp_path / "bodies"))
+    store.append([made(number) for number in (1, 2, 3)])
+    store.close()
+    async with service_world(tmp_path) as world:
+        surroundings = Surroundings(
+            world.config(), tmp_path, world.control.hub, SystemClock(), random.Random(1), tell
+        )
+        log = TrajectoryLog(surroundings)
+        log.welcomed()
+        assert told == [made(number)[0].digest for number in (1, 3)]
+        assert log.counters["dropped"] == 1
+        await log.close()
 
 
 @pytest.mark.asyncio

@@ -10,7 +10,8 @@ from farflow.run_file import run_spec
 from farflow.up_config import up_config
 from scheduler.config import SchedulerConfig
 from transport.errors import ConfigError
-from transport.runtime.config import collect, load_config
+from transport.runs import RunSpec, WorkflowSpec
+from transport.runtime.config import collect, convert, load_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +28,17 @@ def write(folder: Path, text: str) -> Path:
         ("[scheduler]\nleese_s = 3", "scheduler.leese_s: unknown key"),
         ("[scheduler]\nlease_s = 'soon'", "scheduler.lease_s"),
         ("[scheduler]\nlease_s = -1", "scheduler.lease_s"),
+        ("[scheduler]\nlease_s = inf", "scheduler.lease_s"),
+        ("[scheduler]\nlease_s = nan", "scheduler.lease_s"),
+        (
+            "[scheduler]\nlost_after_s = 3",
+            "scheduler: lost_after_s = 3 is shorter than two heartbeats (heartbeat_s = 2)",
+        ),
+        (
+            "[scheduler]\nheartbeat_s = 61",
+            "raise lost_after_s to 122 or more, or lower heartbeat_s",
+        ),
+        ("[scheduler]\nlease_s = 3.5", "raise lease_s to 4 or more"),
         ("[scheduler]\nplacement = 'best'", "scheduler.placement"),
         ("[schedular]\nx = 1", "unknown table [schedular]"),
         ("scheduler = 3", "scheduler must be a table"),
@@ -102,6 +114,17 @@ policies = ["p"]
         ('source = "reasoning-gym"', 'source = "jsonl"', "task.path: missing"),
         ('dataset = "chain_sum"', "", "task.dataset: missing"),
         ("[task]", "[tasks]", "unknown table [tasks]"),
+        ('model = "."', 'model = "."\nsteps = 10_000_000_000', "policies.p.steps: Expected `int` <= "),
+        ('model = "."', 'model = "."\nbatch_groups = 1025', "policies.p.batch_groups: Expected `int` <= "),
+        (
+            'model = "."',
+            'model = "."\nmax_policy_lag = 10_001',
+            "policies.p.max_policy_lag: Expected `int` <= ",
+        ),
+        ("[task]", "[task]\nheld_out_one_in = 1001", "task.held_out_one_in: Expected"),
+        ("[workflow]", "[workflow]\ngroup_size = 1025", "workflow.group_size: Expected"),
+        ("[workflow]", "[workflow]\nmax_new_tokens = 1_000_001", "workflow.max_new_tokens"),
+        ("[workflow]", f"[workflow]\nsettings.t = '{'x' * 17_000}'", "settings: take 17"),
         ('policies = ["p"]', 'policies = ["p"]\ntemperature = 0.7', "settings.temperature"),
         ('policies = ["p"]', 'policies = ["p"]\ntemperature = 0', "workflow.temperature"),
         ('[workflow]\npolicies = ["p"]', "", "[workflow]: missing"),
@@ -131,3 +154,31 @@ def test_every_example_resolves(path: Path) -> None:
 def test_the_configuration_page_is_generated() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert page == reference(), "run: farflow config reference > docs/configuration.md"
+
+
+SPEC = {
+    "name": "r",
+    "policies": {"p": {"model": "m"}},
+    "task": {"source": "jsonl", "path": "x", "reward": "exact"},
+    "workflow": {"policies": ["p"]},
+}
+
+
+def test_a_seed_that_no_message_carries_is_refused() -> None:
+    assert convert({**SPEC, "seed": 2**63 - 1}, RunSpec).seed == 2**63 - 1
+    with pytest.raises(ConfigError, match="seed: Expected `int` <= 9223372036854775807"):
+        convert({**SPEC, "seed": 2**63}, RunSpec)
+
+
+def test_a_run_too_large_for_one_message_is_refused() -> None:
+    policies = {"p": {"model": "m", "settings": {"text": "x" * 200_000}}}
+    with pytest.raises(ConfigError, match=r"the run takes 200\d+ bytes, a message has room"):
+        convert({**SPEC, "policies": policies}, RunSpec)
+    with pytest.raises(ConfigError, match="settings: take 20"):
+        WorkflowSpec(policies=("p",), settings={"text": "x" * 20_000})
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 101.0])
+def test_a_temperature_that_means_nothing_is_refused(number: float) -> None:
+    with pytest.raises(ConfigError, match=r"workflow\.temperature: Expected `float`"):
+        convert({**SPEC, "workflow": {"policies": ["p"], "temperature": number}}, RunSpec)

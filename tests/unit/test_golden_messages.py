@@ -8,13 +8,29 @@ import golden
 import msgpack
 import msgspec
 import pytest
+from msgspec import inspect
 
 from transport.envelope import LIMITS, decode, encode
-from transport.messages import KINDS, PROTOCOL_VERSION, Message, Plane
+from transport.errors import RemoteProtocolError
+from transport.messages import (
+    KINDS,
+    PROTOCOL_VERSION,
+    Body,
+    Heartbeat,
+    Message,
+    Plane,
+    Role,
+    TrajectoryAck,
+    TrajectoryRefused,
+    VersionDurable,
+    VersionRejected,
+    WeightsPlan,
+)
 from transport.permissions import PERMISSIONS
 
 NAMES = sorted(path.stem for path in golden.FOLDER.glob("*.bin"))
 WEIGHTS = LIMITS[Plane.WEIGHTS]
+SPEAKERS = (Role.AGENT, Role.TRAINER, Role.SERVICE)
 
 
 def read(name: str) -> tuple[list[bytes], dict[str, Any]]:
@@ -116,3 +132,42 @@ def test_writing_again_touches_nothing(tmp_path):
     (tmp_path / "Pong.json").unlink()
     assert golden.write_missing(tmp_path) == []
     assert (tmp_path / "Ping.bin").read_bytes() == b"as it was"
+
+
+CHECKED_BY_THEIR_READER = {
+    "GroupSummary",  # transport.trajectory.summary_fault, which answers the sender
+    "SchedulerStatus",
+    "RunSpec",  # transport.runs has bounds of its own
+}
+
+
+def unbounded(kind: Any, path: str) -> list[str]:
+    """Numbers and ids within a type that have no bound."""
+    if isinstance(kind, inspect.StructType):
+        if kind.cls.__name__ in CHECKED_BY_THEIR_READER:
+            return []
+        return [p for field in kind.fields for p in unbounded(field.type, f"{path}.{field.name}")]
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        return [] if None not in (kind.ge, kind.le) else [path]
+    inner = [getattr(kind, name, None) for name in ("item_type", "value_type")]
+    inner += getattr(kind, "types", ())
+    if isinstance(kind, inspect.TupleType):  # a fence, which is only compared
+        return []
+    return [p for part in inner if isinstance(part, inspect.Type) for p in unbounded(part, path)]
+
+
+def test_every_number_of_a_peer_is_bounded_where_it_is_decoded():
+    """So that no sum of them outgrows a row."""
+    said = {kind for (role, _), kinds in PERMISSIONS.items() if role in SPEAKERS for kind in kinds}
+    answers = {TrajectoryAck, TrajectoryRefused, VersionDurable, VersionRejected, WeightsPlan, Body}
+    found = [
+        p for kind in said - answers for p in unbounded(inspect.type_info(kind), kind.__name__)
+    ]
+    assert sorted(found) == ["Refuse.retry_s", "StepReport.metrics"]
+
+
+@pytest.mark.parametrize("number", [2**64 - 1, 2**53 + 1, -1])
+def test_an_impossible_count_is_malformed_and_named(number):
+    prefix, header = encode(Heartbeat(sequence=1, sent_s=0.0, tokens_generated=number))
+    with pytest.raises(RemoteProtocolError, match=r"Heartbeat: .*tokens_generated"):
+        decode([prefix, header], LIMITS[Plane.CONTROL])

@@ -306,3 +306,15 @@ def test_duplicates_of_everything_an_agent_says_change_nothing(scene):
         scene.feed(FromAgent("a", message))
     scene.accepted(offer)
     assert (scene.books(), scene.agent(), scene.rows) == before
+
+
+def test_the_status_says_why_nobody_takes_the_waiting_jobs():
+    scene = make_scene(run=make_run(workflow={"reference": "nope"}))
+    assert scene.core.status(scene.now).runs[0].reason == "no agent is ready"
+    scene.joined("a")
+    assert scene.core.status(scene.now).runs[0].reason == "no agent offers workflow nope"
+    scene.joined("b", workflows={"nope": "f"}, rewards=("exact",))
+    assert scene.core.status(scene.now).runs[0].reason == "no agent offers reward reasoning-gym"
+    scene.joined("c", workflows={"nope": "f"})
+    assert scene.live_offers("c")
+    assert scene.core.status(scene.now).runs[0].reason == ""

@@ -130,9 +130,29 @@ def test_a_foreign_fence_does_not_deliver(scene):
 
 def test_a_body_that_is_a_live_result_is_not_released_by_a_forged_summary(scene):
     first, second = scene.live_offers()[:2]
-    scene.finished(first, digest="d")
-    assert not released(scene.finished(second, digest="d"))
+    scene.finished(first, digest="d" * 64)
+    assert not released(scene.finished(second, digest="d" * 64))
     assert scene.counter("results.foreign_body") == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lengths": (2**64 - 1, 2**64 - 1)},
+        {"lengths": (8, 17)},  # the run allows 16
+        {"prompt_tokens": 2**64 - 1},
+        {"versions": {SOLVER: (0, 2**64 - 1)}},
+        {"rewards": (1e300, 1e300)},
+        {"generating_s": float("inf")},
+        {"size_bytes": 2**64 - 1},
+    ],
+)
+def test_numbers_that_no_run_can_make_fail_the_attempt_and_nothing_else(scene, changes):
+    scene.finished(scene.live_offers()[0], **changes)
+    assert scene.counter("results.invalid") == 1
+    assert scene.books().buffered == 0
+    scene.finished(scene.live_offers()[0])
+    assert scene.books().buffered == 1
 
 
 def test_a_failed_attempt_is_tried_again_elsewhere_if_there_is_an_elsewhere(scene):

@@ -100,6 +100,27 @@ def test_wrong_data_sets_and_settings_are_named(dataset, settings, complaint):
         gym(dataset, **settings)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.11 warns of it first
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_settings_that_fail_only_when_an_entry_is_made_are_named_too(kind):
+    complaint = (
+        r"'chain_sum' with .*'min_terms': 2\.5.* cannot make an entry: .*; change the settings"
+    )
+    with pytest.raises(TaskError, match=complaint):
+        gym(min_terms=2.5, max_terms=4).items(kind, 0, 1)
+
+
+def test_a_long_search_for_held_out_items_is_cut_into_requests_and_gives_the_same_items():
+    task = TaskSpec(source="reasoning-gym", dataset="chain_sum", held_out_one_in=1000)
+    source = open_source(task, 7)
+    first = source.items("eval", 0, 1000)
+    assert 0 < len(first) < 40
+    assert source.held_out_end() is None
+    assert source.items("train", 0, 1)
+    again = open_source(task, 7)
+    assert [again.items("eval", n, 1)[0] for n in range(len(first))] == first
+
+
 def test_lines_are_shuffled_anew_in_every_pass_and_each_comes_once_per_pass(tmp_path):
     source = jsonl(tmp_path / "t.jsonl", numbered(50))
     lines = 50 - source.held_out_end()
@@ -133,6 +154,7 @@ def test_held_out_lines_come_once_each_and_never_in_training(tmp_path):
         ('{"prompt": "x", "answer": 3}', r"t\.jsonl:3: answer: Expected `str`, got `int`"),
         ('{"prompt": "  ", "answer": "3"}', r"t\.jsonl:3: prompt: is empty"),
         ('{"prompt": "x", ', r"t\.jsonl:3: not a JSON object"),
+        ('{"o": ' + "[" * 100_000, r"t\.jsonl:3: nested too deeply"),
         ("[1]", r"t\.jsonl:3: Expected `object`, got `array`"),
         ('{"prompt": "%s", "answer": ""}' % ("y" * 70_000), r"t\.jsonl:3: 70000 bytes"),
     ],
@@ -140,6 +162,15 @@ def test_held_out_lines_come_once_each_and_never_in_training(tmp_path):
 def test_a_malformed_line_is_named_with_file_line_and_field(tmp_path, line, complaint):
     with pytest.raises(TaskError, match=complaint):
         jsonl(tmp_path / "t.jsonl", [*numbered(1), "", line, *numbered(1)])
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(numbered(30)), encoding="utf-8-sig")
+    source = open_source(jsonl_task(path), 3)
+    assert {"what is 0?", "what is 29?"} <= {
+        item.prompt for kind in ("train", "eval") for item in source.items(kind, 0, 30)
+    }
 
 
 def test_an_empty_missing_or_one_sided_file_is_refused(tmp_path):

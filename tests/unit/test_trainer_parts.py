@@ -5,6 +5,7 @@ import queue
 import threading
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -85,6 +86,27 @@ def test_a_bad_body_never_reaches_the_trainer(data: bytes, digest: str, code: st
     assert checked.event.code == code
     assert checked.group == ()
     assert checked.reason
+
+
+def test_a_body_with_more_tokens_than_its_run_can_have_made_never_reaches_the_trainer() -> None:
+    data = pack(make_group())
+    assert not check_body(body_digest(data), data, "run/solver", 4).event.code
+    checked = check_body(body_digest(data), data, "run/solver", 3)
+    assert (checked.event.code, checked.group) == ("body.too_long", ())
+    assert checked.reason == "a sequence of 4 tokens, the run allows 3"
+
+
+def test_a_body_of_too_many_siblings_or_long_prompts_never_reaches_the_trainer() -> None:
+    group = make_group()
+    crowd = msgspec.structs.replace(group, sequences=group.sequences * 513)
+    wordy = msgspec.structs.replace(
+        group, prompts=((1,) * 10_000, (3,)), sequences=group.sequences[1:] * 1000
+    )
+    for bad, reason in ((crowd, "1026 sequences, at most 1024"), (wordy, "tokens with prompts")):
+        data = pack(bad)
+        checked = check_body(body_digest(data), data, "run/solver", 64)
+        assert (checked.event.code, checked.group) == ("body.too_long", ())
+        assert reason in checked.reason
 
 
 # ---- metrics -------------------------------------------------------------------------------------

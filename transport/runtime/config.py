@@ -179,6 +179,10 @@ def _strict(value: Any, kind: Any, where: str) -> Any:
     if struct is None or not isinstance(value, Mapping):
         item = _mapping_value(kind)
         if item is not None and isinstance(value, Mapping):
+            inner_struct = _struct_of(item)
+            if inner_struct is not None:
+                for key, inner in value.items():
+                    convert(inner, inner_struct, f"{where}.{key}".lstrip("."))
             return {k: _strict(v, item, f"{where}.{k}".lstrip(".")) for k, v in value.items()}
         return value
     fields = {field.encode_name: field for field in msgspec.structs.fields(struct)}

@@ -19,7 +19,7 @@ import os
 import shutil
 import signal
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -213,6 +213,12 @@ class ChildProcess(asyncio.SubprocessProtocol):
         return pipe if isinstance(pipe, asyncio.WriteTransport) else None
 
 
+def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Our environment for a child, with ``more``; a folder called ``scheduler`` in the current
+    folder (our default for its state, or another program's) is not to be imported for ours."""
+    return {**os.environ, "PYTHONSAFEPATH": "1", **(more or {})}
+
+
 async def start_child(spec: ChildSpec) -> ChildProcess:
     """Starts a child; returns when it runs, which says nothing about how far it got.
 
@@ -233,7 +239,7 @@ async def start_child(spec: ChildSpec) -> ChildProcess:
             stdout=asyncio.subprocess.PIPE if spec.capture_stdout else log,
             stderr=log,
             cwd=spec.folder,
-            env={**os.environ, **spec.environment},
+            env=child_environment(spec.environment),
             start_new_session=True,
         )
     except OSError as error:

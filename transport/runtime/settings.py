@@ -11,8 +11,8 @@ from msgspec import Meta
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=1e9)]
-Bytes = Annotated[int, Meta(ge=0, le=2**60)]
-Count = Annotated[int, Meta(ge=1, le=10**9)]
+Bytes = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
 
 
 class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
