@@ -368,8 +368,11 @@ class TrainerShell:
                     self._bodies[digest] = checked.group
             self._feed(checked.event)
 
+        run = self._run
+        assert run is not None  # noqa: S101 - bodies are asked for after the run is known
+        limit = run.workflow.max_sequence_tokens
         self._workers.hand_over(
-            "bodies", partial(check_body, digest, data, self._table.policy), done
+            "bodies", partial(check_body, digest, data, self._table.policy, limit), done
         )
 
 

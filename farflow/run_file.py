@@ -22,9 +22,9 @@ class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """``[run]``."""
 
     name: str
-    seed: Annotated[int, Meta(ge=0)] = 0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     max_attempts: Annotated[int, Meta(ge=1, le=100)] = 5
-    max_groups: Annotated[int, Meta(ge=0)] = 0
+    max_groups: Annotated[int, Meta(ge=0, le=10**9)] = 0
 
 
 class RunTables(msgspec.Struct, frozen=True, kw_only=True):

@@ -149,6 +149,7 @@ class PlaneHub:
             if self._hub.handshake_failures > failures:
                 more = self._hub.handshake_failures - failures
                 failures = self._hub.handshake_failures
+                self.counters["received.turned_away"] = failures
                 _log.warning(
                     "plane.turned_away",
                     plane=self.plane.value,

@@ -114,8 +114,16 @@ policies = ["p"]
         ('source = "reasoning-gym"', 'source = "jsonl"', "task.path: missing"),
         ('dataset = "chain_sum"', "", "task.dataset: missing"),
         ("[task]", "[tasks]", "unknown table [tasks]"),
-        ('model = "."', 'model = "."\nsteps = 10_000_000_000', "policies.p.steps: Expected `int` <= "),
-        ('model = "."', 'model = "."\nbatch_groups = 1025', "policies.p.batch_groups: Expected `int` <= "),
+        (
+            'model = "."',
+            'model = "."\nsteps = 10_000_000_000',
+            "policies.p.steps: Expected `int` <= ",
+        ),
+        (
+            'model = "."',
+            'model = "."\nbatch_groups = 1025',
+            "policies.p.batch_groups: Expected `int` <= ",
+        ),
         (
             'model = "."',
             'model = "."\nmax_policy_lag = 10_001',
