@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from toy import write_toy
 
+pytestmark = pytest.mark.timeout(90)
+
 FARFLOW = (sys.executable, "-m", "farflow")
 ROOT = Path(__file__).parents[2]
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from toy import counts, running, write_toy
 
+pytestmark = pytest.mark.timeout(90)  # whole deployments; 8 s each on two idle cores
+
 STEPS = 30
 LINKED = """
 [local.agents.near]

@@ -66,6 +66,7 @@ def alive(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.asyncio
 async def test_ctrl_c_stops_in_order_and_resume_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -92,6 +93,7 @@ async def test_ctrl_c_stops_in_order_and_resume_goes_on(tmp_path: Path) -> None:
         summary.unlink()
 
 
+@pytest.mark.timeout(90)
 @pytest.mark.asyncio
 async def test_a_second_ctrl_c_leaves_at_once_and_leaves_nobody_behind(tmp_path: Path) -> None:
     folder = tmp_path / "run"
