@@ -245,6 +245,13 @@ class LocalDeployment:
         kept = _Kept(name, self._child_spec(name, argv))
         self._kept[name] = kept
         kept.task = asyncio.create_task(self._keep_running(kept, on_ready), name=name)
+        kept.task.add_done_callback(self._kept_ended)
+
+    def _kept_ended(self, task: asyncio.Task[None]) -> None:
+        """A bug in keeping a child must end the deployment, not leave it waiting."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.failure.done():
+            self.failure.set_result(f"{task.get_name()}: {error!r}")
 
     async def _keep_running(
         self,
