@@ -18,7 +18,6 @@ from transport.status import (
     AgentStatus,
     CopyState,
     EvaluationStatus,
-    PolicyStatus,
     RunStatus,
     SchedulerStatus,
     StepStatus,
@@ -207,12 +206,3 @@ def agents_line(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> st
             f"v{'-' if newest is None else newest}"
         )
     return "agents: " + " | ".join(parts)
-
-
-def find_policy(status: SchedulerStatus, policy: str) -> PolicyStatus | None:
-    """The policy with that id, None when there is none."""
-    for run in status.runs:
-        for candidate in run.policies:
-            if candidate.policy == policy:
-                return candidate
-    return None

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from transport.errors import ConfigError, SizeLimitExceeded, StoreError
+from transport.errors import SizeLimitExceeded, StoreError
 from transport.runtime import files
 from transport.runtime.files import (
     atomic_write,
     fsync_dir,
     lock_folder,
     private_dir,
-    private_file,
     read_limited,
-    read_private_file,
     remove_temporaries,
     store_errors,
 )
@@ -126,24 +124,11 @@ def test_a_missing_folder_is_left_for_the_caller_to_judge(tmp_path: Path) -> Non
         fsync_dir(tmp_path / "no")
 
 
-def test_private_folders_and_files_are_closed_to_others(tmp_path: Path) -> None:
+def test_private_folders_are_closed_to_others(tmp_path: Path) -> None:
     folder = private_dir(tmp_path / "a" / "keys")
     assert mode_of(folder) == 0o700
     folder.chmod(0o755)
     assert mode_of(private_dir(folder)) == 0o700
-    private_file(folder / "key", b"secret")
-    assert mode_of(folder / "key") == 0o600
-    assert read_private_file(folder / "key", 100) == b"secret"
-
-
-def test_a_secret_that_others_can_read_is_refused_with_the_command_that_closes_it(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "key"
-    private_file(path, b"secret")
-    path.chmod(0o640)
-    with pytest.raises(ConfigError, match=f"mode 0640.*chmod 600 {path}"):
-        read_private_file(path, 100)
 
 
 def test_a_locked_folder_names_the_process_that_uses_it(tmp_path: Path) -> None:

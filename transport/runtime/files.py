@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from transport.errors import ConfigError, SizeLimitExceeded, StoreError
+from transport.errors import SizeLimitExceeded, StoreError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -145,26 +145,6 @@ def private_dir(path: Path) -> Path:
         if stat.S_IMODE(status.st_mode) & 0o077:
             path.chmod(_PRIVATE_FOLDER)
     return path
-
-
-def private_file(path: Path, data: Buffer) -> None:
-    """``atomic_write`` of a secret: only this user can read or write the file."""
-    atomic_write(path, data, mode=_PRIVATE_FILE)
-
-
-def read_private_file(path: Path, max_bytes: int) -> bytes:
-    """``read_limited`` of a secret; refuses one that others could have read or changed.
-
-    Raises ``ConfigError`` naming the command that closes it.
-    """
-    with store_errors("read", path):
-        mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
-        raise ConfigError(
-            f"{path} holds a secret but has mode {mode:04o}, so others may know it; "
-            f"run: chmod 600 {path}  (and replace the secret if others use this machine)"
-        )
-    return read_limited(path, max_bytes)
 
 
 class FolderLock:
