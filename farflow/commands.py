@@ -107,7 +107,7 @@ def status(
     console.print(screen(found, {}, {}))
     for run in found.runs:
         console.print(accounting_table(run.accounting))
-    console.print(counters_line(found), style="dim")
+    console.print(counters_line(found), style="dim", markup=False)
 
 
 @click.group("run")

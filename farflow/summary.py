@@ -5,7 +5,7 @@ exactly the published weights of the head version, and no group was trained twic
 surviving lineage (read back from the trainer's own checkpoint).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -15,11 +15,14 @@ from farflow.view import accounting_table, human_bytes, new_table
 from transport.ids import policy_name
 from transport.status import AccountingRow, EvaluationStatus, PolicyStatus, SchedulerStatus
 
+Lineage = Sequence[tuple[int, Sequence[str]]]
+"""Steps with the job ids that each was trained on, as a checkpoint holds them."""
+
 
 class PolicySummary(msgspec.Struct, frozen=True, kw_only=True):
     """One policy's result. ``accuracy_before`` and ``accuracy_after`` are greedy on held-out
     items; ``trained_twice`` lists job ids, empty when all is well; ``lineage_groups`` is None
-    where the checkpoint could not be read on this host."""
+    for a frozen policy, and where the checkpoint could not be read."""
 
     policy: str
     steps: int
@@ -58,7 +61,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...]
 
 
-def repeated(lineage: Iterable[tuple[int, Sequence[str]]]) -> tuple[str, ...]:
+def repeated(lineage: Lineage) -> tuple[str, ...]:
     """Job ids that occur more than once in ``(step, job ids)`` pairs, sorted."""
     seen: set[str] = set()
     twice: set[str] = set()
@@ -74,9 +77,10 @@ def summarise(
     *,
     wall_s: float,
     training_s: float | None,
-    lineages: Mapping[str, Sequence[tuple[int, Sequence[str]]]],
+    lineages: Mapping[str, Lineage | None],
 ) -> RunSummary:
-    """Put a run's last status and the lineages of its checkpoints (by policy id) together."""
+    """Put a run's last status and the lineages of its checkpoints together; ``lineages`` has every
+    trained policy's id, with None for one that could not be read."""
     state = next(r for r in status.runs if r.name == run)
     problems: list[str] = []
     policies = [_policy(p, lineages.get(p.policy)) for p in state.policies]
@@ -106,7 +110,11 @@ def summarise(
         for digest in agents
         if not digest.equal and not failed
     )
+    if not failed and not agents:
+        problems.append("no agent was there at the end, so nobody's weights could be compared")
     for policy in policies:
+        if not failed and policy.policy in lineages and policy.lineage_groups is None:
+            problems.append(f"{policy.policy}: its checkpoint does not say what it was trained on")
         if policy.trained_twice:
             problems.append(
                 f"{len(policy.trained_twice)} groups of {policy.policy} were trained twice along "
@@ -135,9 +143,7 @@ def summarise(
     )
 
 
-def _policy(
-    policy: PolicyStatus, lineage: Sequence[tuple[int, Sequence[str]]] | None
-) -> PolicySummary:
+def _policy(policy: PolicyStatus, lineage: Lineage | None) -> PolicySummary:
     done = [e for e in policy.evaluations if e.done]
     before = _at(done, first=True)
     after = _at(done, first=False)

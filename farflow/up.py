@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from farflow.local import LocalDeployment
 from farflow.plots import draw, plots_available, read_metrics
 from farflow.run_file import run_spec
 from farflow.run_folder import RunFolder, new_run_folder, open_run_folder
-from farflow.summary import RunSummary, render, summarise
+from farflow.summary import Lineage, RunSummary, render, summarise
 from farflow.up_config import check_workflow, up_config
 from farflow.watch import Watch
-from transport.errors import ConfigError, FarflowError, LinkError, StoreError
+from transport.errors import ConfigError, FarflowError, LinkError
 from transport.ids import policy_id
 from transport.runs import RunSpec
 from transport.runtime.clock import SystemClock
@@ -124,8 +125,10 @@ async def up(run: Prepared, *, plain: bool) -> int:
     started = clock.monotonic_s()
     plain = plain or not console.is_terminal
     with folder.lock(), ShutdownSignal() as stop:
+        # As text: a notice quotes a log, whose brackets are not markup.
+        notice = partial(console.print, markup=False, highlight=False)
         deployment = LocalDeployment(
-            folder, run.overrides, config, agents, run.spec, on_notice=console.print
+            folder, run.overrides, config, agents, run.spec, on_notice=notice
         )
         click.echo(f"run folder: {folder.path}")
         status: SchedulerStatus | None = None
@@ -231,11 +234,13 @@ def finish(deployment: LocalDeployment, status: SchedulerStatus, wall_s: float) 
     from cloud_trainer.checkpoints import lineage_ids
 
     folder, spec = deployment.folder, deployment.spec
-    lineages: dict[str, Sequence[tuple[int, Sequence[str]]]] = {}
+    lineages: dict[str, Lineage | None] = {}
     for name in deployment.trained:
         home = folder.trainer(name)
-        with contextlib.suppress(StoreError, FileNotFoundError):
-            lineages[policy_id(spec.name, name)] = lineage_ids(home)
+        policy = policy_id(spec.name, name)
+        lineages[policy] = None
+        with contextlib.suppress(FarflowError, OSError):  # the summary says that it is missing
+            lineages[policy] = lineage_ids(home)
         model = home / "model"
         if model.is_dir():
             shutil.copytree(model, folder.models / name, dirs_exist_ok=True)

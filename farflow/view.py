@@ -30,10 +30,10 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def new_table(title: str) -> Table:
-    """An empty table in the one style that all of them have."""
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    """An empty table in the one style that all of them have; brackets in ``title`` (a reason may
+    quote a file) are no markup."""
+    heading = Text(title, style="bold")
+    return Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def human_bytes(count: float) -> str:
