@@ -140,6 +140,12 @@ class LocalDeployment:
                 *(self._terminate(k, max(0.1, left * share)) for k in kept),
             )
 
+    def kill(self) -> None:
+        """SIGKILL to every process, without waiting; what was acknowledged is durable."""
+        for kept in self._kept.values():
+            if kept.child is not None and kept.child.returncode is None:
+                kept.child.kill()
+
     def child(self, name: str) -> ChildProcess:
         """The running process of that name: ``scheduler``, ``trainer-NAME``, ``agent-NAME``,
         ``link-NAME``."""

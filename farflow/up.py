@@ -1,8 +1,8 @@
 """``farflow up``: one file, one machine, from nothing to a trained model and a summary.
 
 The first Ctrl-C stops everything in order within ``local.stop_s`` and exits with status 0; what was
-done is durable and ``--resume FOLDER`` goes on with it. A second one leaves at once: children see
-their standard input close and stop by themselves.
+done is durable and ``--resume FOLDER`` goes on with it. A second one kills the children and leaves
+at once; whatever they had started sees its standard input close and stops.
 """
 
 import asyncio
@@ -131,6 +131,12 @@ async def up(run: Prepared, *, plain: bool) -> int:
             folder, run.overrides, config, agents, run.spec, on_notice=notice
         )
         click.echo(f"run folder: {folder.path}")
+
+        def leave() -> None:
+            deployment.kill()
+            click.echo(f"left at once; go on with: farflow up --resume {folder.path}")
+
+        stop.before_leaving = leave
         status: SchedulerStatus | None = None
         try:
             watched = asyncio.ensure_future(_watch(deployment, console, clock, plain=plain))

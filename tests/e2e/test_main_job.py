@@ -107,6 +107,7 @@ async def test_a_second_ctrl_c_leaves_at_once_and_leaves_nobody_behind(tmp_path:
         while b"stopping" not in await process.stdout.readline():
             pass
         process.send_signal(signal.SIGINT)
+        assert b"--resume" in await process.stdout.read()
         assert await process.wait() == 130
     async with asyncio.timeout(10):
         while alive(folder):

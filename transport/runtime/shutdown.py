@@ -40,6 +40,8 @@ class ShutdownSignal:
         self._event = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._interrupted = False
+        self.before_leaving: Callable[[], None] | None = None
+        """Called when a second interrupt ends the process at once; must not wait."""
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -75,6 +77,9 @@ class ShutdownSignal:
     def _on_interrupt(self) -> None:
         if self._interrupted:
             # Not sys.exit: what hangs is exactly what an orderly exit would wait for.
+            if self.before_leaving is not None:
+                self.before_leaving()
+            sys.stdout.flush()
             sys.stderr.flush()
             os._exit(EXIT_INTERRUPTED)
         self._interrupted = True
