@@ -7,11 +7,12 @@ import pytest
 from edge_agent.config import AgentConfig
 from farflow.reference import reference
 from farflow.run_file import run_spec
-from farflow.up_config import up_config
+from farflow.up_config import check_workflow, up_config
 from scheduler.config import SchedulerConfig
-from transport.errors import ConfigError
+from transport.errors import ConfigError, ModelError
 from transport.runs import RunSpec, WorkflowSpec
 from transport.runtime.config import collect, convert, load_config
+from transport.runtime.daemon_cli import foreseen_errors
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,3 +191,30 @@ def test_a_run_too_large_for_one_message_is_refused() -> None:
 def test_a_temperature_that_means_nothing_is_refused(number: float) -> None:
     with pytest.raises(ConfigError, match=r"workflow\.temperature: Expected `float`"):
         convert({**SPEC, "workflow": {"policies": ["p"], "temperature": number}}, RunSpec)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "offered"),
+    [
+        ((), False),
+        (("agent.workflows=['mine:flow']",), True),
+        (("local.agents.near.workflows=['mine:flow']",), True),
+    ],
+)
+def test_a_workflow_that_no_agent_of_up_offers_is_refused(
+    overrides: tuple[str, ...], offered: bool
+) -> None:
+    path = ROOT / "examples" / "arithmetic.toml"
+    data, _ = collect([path], ("workflow.reference=mine:flow", *overrides), {})
+    spec, (config, agents) = run_spec(data, path.parent), up_config(data)
+    if offered:
+        check_workflow(spec, config, agents)
+    else:
+        with pytest.raises(ConfigError, match=r"workflow\.reference: no agent offers 'mine:flow'"):
+            check_workflow(spec, config, agents)
+
+
+def test_a_model_that_does_not_load_ends_a_daemon_like_a_wrong_configuration() -> None:
+    with pytest.raises(SystemExit) as ended, foreseen_errors("trainer"):
+        raise ModelError("folder/model.safetensors: truncated")
+    assert ended.value.code == 78
