@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from toy import counts, running
 
+from transport.status import SchedulerStatus
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic.toml"
@@ -19,11 +21,15 @@ FEWER = (
 WITHIN_S = 200.0
 
 
-def clean(summary: object) -> None:
+def clean(summary: object, steps: int = STEPS) -> None:
     assert summary.problems == ()
     row = counts(summary)
-    assert row["trained"] == STEPS * 32
+    assert row["trained"] == steps * 32
     assert row["taken"] == row["buffered"] == row["in_flight"] == row["queued"] == 0
+
+
+def state(status: SchedulerStatus, agent: str) -> str:
+    return next(a.state for a in status.agents if a.name == agent)
 
 
 @pytest.mark.asyncio
@@ -42,10 +48,14 @@ async def test_agent_scheduler_and_trainer_killed_one_after_the_other(tmp_path: 
 
 @pytest.mark.asyncio
 async def test_a_late_agent_and_a_link_down_for_twenty_seconds(tmp_path: Path) -> None:
-    late = (*FEWER, "local.agents.near.join_after_s=25.0")
+    # A fast machine must not be through before the link is back: steps enough for a minute on it.
+    steps = 120
+    late = (*FEWER, f"policies.solver.steps={steps}", "local.agents.near.join_after_s=25.0")
     async with running(EXAMPLE, tmp_path / "run", late) as run:
         await run.reach_step(2, 90.0)
         run.deployment.command_link("far", {"down": 20.0})
+        await run.until("far is away", lambda s: state(s, "far") == "lost", 60.0)
+        await run.until("far is back", lambda s: state(s, "far") == "ready", 90.0)
         summary = await run.finish(WITHIN_S)
-        clean(summary)
+        clean(summary, steps)
         assert {a.agent for a in summary.agents} == {"near", "metro", "far"}
