@@ -36,7 +36,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e ".[torch,tasks,plots,dev]"
+	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e ".[torch,tasks,plots,fast,dev]"
 	touch $@
 
 clean:
