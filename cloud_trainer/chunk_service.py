@@ -1,15 +1,17 @@
 """Answers the weight store's requests for chunks of the versions in the outbox.
 
-What always holds: one chunk is in memory at a time; at most ``MAX_QUEUED`` are waiting, what is
+What always holds: one chunk is in memory at a time, read whole and verified, whatever parts of it
+are asked for; at most ``MAX_QUEUED`` are waiting, what is
 beyond is asked for again; a link that is full is tried again, less and less often; a link that is
 gone forgets what was asked on it.
 """
 
 import asyncio
 from concurrent.futures import Executor
+from typing import NamedTuple
 
 from cloud_trainer.outbox import Outbox
-from transport.chunks import MAX_INDICES
+from transport.chunk_parts import MAX_INDICES, ChunkKey, place_of
 from transport.errors import LinkError, WindowFull
 from transport.messages import Chunk, ChunkRequest, Plane
 from transport.plane_links import PlaneLinks
@@ -19,6 +21,12 @@ FIRST_RETRY_S = 0.002
 MAX_RETRY_S = 0.25
 
 
+class _Piece(NamedTuple):
+    digest: str
+    number: int
+    part_bytes: int
+
+
 class ChunkService:
     """Reads in ``reader``, sends on the weights plane of ``links``."""
 
@@ -26,34 +34,53 @@ class ChunkService:
         self._outbox = outbox
         self._links = links
         self._reader = reader
-        self._wanted: dict[tuple[str, int], None] = {}
+        self._wanted: dict[_Piece, None] = {}
+        self._last: tuple[ChunkKey, bytes] | None = None
         self._asked = asyncio.Event()
         self.sent_bytes = 0
 
     def ask(self, request: ChunkRequest) -> None:
         for index in request.indices[:MAX_INDICES]:
             if len(self._wanted) < MAX_QUEUED:
-                self._wanted[request.digest, index] = None
+                self._wanted[_Piece(request.digest, index, request.part_bytes)] = None
         self._asked.set()
 
     async def run(self) -> None:
         """Answer until cancelled."""
-        loop = asyncio.get_running_loop()
         while True:
             if not self._wanted:
                 self._asked.clear()
+                self._last = None
                 await self._asked.wait()
-            digest, index = next(iter(self._wanted))
-            del self._wanted[digest, index]
-            data = await loop.run_in_executor(self._reader, self._outbox.read_chunk, digest, index)
-            await self._send(digest, index, data)
+            piece = next(iter(self._wanted))
+            del self._wanted[piece]
+            await self._send(piece, await self._read(piece))
 
-    async def _send(self, digest: str, index: int, data: bytes | None) -> None:
-        message = Chunk(digest=digest, index=index, found=data is not None)
+    async def _read(self, piece: _Piece) -> bytes:
+        """The bytes of a piece, none when there is no such piece (any more)."""
+        chunk_bytes = self._outbox.chunk_bytes(piece.digest)
+        place = place_of(piece.number, piece.part_bytes, chunk_bytes or 0)
+        if not chunk_bytes or place is None:
+            return b""
+        key = (piece.digest, place.number)
+        if self._last is None or self._last[0] != key:
+            self._last = None
+            loop = asyncio.get_running_loop()
+            data = await loop.run_in_executor(self._reader, self._outbox.read_chunk, *key)
+            if data is None:
+                return b""
+            self._last = (key, data)
+        data = self._last[1]
+        return data[place.start : place.stop] if piece.part_bytes else data
+
+    async def _send(self, piece: _Piece, data: bytes) -> None:
+        message = Chunk(
+            digest=piece.digest, index=piece.number, found=bool(data), part_bytes=piece.part_bytes
+        )
         retry_s = FIRST_RETRY_S
         while True:
             try:
-                self._links.send_or_raise(Plane.WEIGHTS, message, () if data is None else (data,))
+                self._links.send_or_raise(Plane.WEIGHTS, message, (data,) if data else ())
             except WindowFull:
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
@@ -61,5 +88,5 @@ class ChunkService:
             except LinkError:
                 self._wanted.clear()
                 return
-            self.sent_bytes += 0 if data is None else len(data)
+            self.sent_bytes += len(data)
             return

@@ -4,9 +4,23 @@ What is learnt and how (model, steps, learning rate) belongs to the run and come
 scheduler; this file only holds what belongs to the host.
 """
 
+from typing import Annotated, Literal
+
 import msgspec
+from msgspec import Meta
 
 from transport.runtime.settings import Bytes, Count, DaemonConfig, PositiveSeconds
+
+
+class PublicationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[trainer.publication]``: how versions are coded. ``coder`` auto chooses by cost, segment by
+    segment, for agents behind a link of ``link_bits_per_s``; ``threads`` 0 takes all cores; the
+    digest that reads every byte is computed for every ``full_digest_every``-th version."""
+
+    coder: Literal["auto", "small", "fast", "portable", "absolute"] = "auto"
+    link_bits_per_s: Annotated[float, Meta(ge=1e3, le=1e13)] = 100e6
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
+    full_digest_every: Count = 16
 
 
 class TrainerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +36,7 @@ class TrainerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fetch_window_bytes: Bytes = 64 * 2**20
     fetch_timeout_s: PositiveSeconds = 10.0
     publish_timeout_s: PositiveSeconds = 120.0
+    publication: PublicationTable = PublicationTable()
 
 
 class TrainerConfig(DaemonConfig, frozen=True, kw_only=True):

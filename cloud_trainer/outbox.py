@@ -163,6 +163,11 @@ class Outbox:
             if entry.digest not in self._entries:
                 self._blobs.remove(entry.digest)
 
+    def chunk_bytes(self, digest: str) -> int | None:
+        """Size of a file's chunks, None when it is not here (any more)."""
+        entry = self._entries.get(digest)
+        return None if entry is None else entry.chunk_bytes
+
     def read_chunk(self, digest: str, index: int) -> bytes | None:
         """One verified chunk, None when it is not here (any more)."""
         entry = self._entries.get(digest)

@@ -2,16 +2,23 @@
 
 What always holds: versions are built one at a time, in the order of steps, each as the difference
 from the one before; the base moves on only after the files of its successor are durable; building
-never touches the trainer, it works on captured states, of which there are at most as many as
-versions may be on their way, and the base.
+never touches the trainer: it compares a captured state with the base, bit pattern by bit pattern,
+while the next step runs.
+
+Memory, in sizes of the published weights: one for the base, one for each captured state (at most
+as many as versions may be on their way, ``CoreSettings.max_undurable``), and while a version is
+built twice its coded bytes and the temporaries of one segment per thread; a version published
+whole (the first) takes one more for its files.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from cloud_trainer.config import PublicationTable
 from cloud_trainer.core.effects import BuildVersion
 from cloud_trainer.outbox import Outbox
 from transport.errors import InvariantViolation
@@ -20,6 +27,7 @@ from transport.runtime.clock import Clock
 from transport.weights.digest import StateDigest
 from transport.weights.manifest import ManifestKey, sign
 from transport.weights.publication import Publication, build_delta_version, build_version0
+from transport.weights.segments import CodecSettings
 from transport.weights.tensors import TensorBytes
 
 _log = structlog.get_logger()
@@ -45,7 +53,12 @@ class Publisher:
         model: Path,
         base_version: int,
         base: Tensors,
+        table: PublicationTable | None = None,
     ) -> None:
+        table = PublicationTable() if table is None else table
+        self._settings = CodecSettings(coder=table.coder, link_bytes_s=table.link_bits_per_s / 8)
+        self._threads = table.threads or len(os.sched_getaffinity(0))
+        self._full_digest_every = table.full_digest_every
         self._outbox = outbox
         self._signer = signer
         self._clock = clock
@@ -67,7 +80,7 @@ class Publisher:
 
         Raises:
             ModelError: the model folder or its artefacts do not load.
-            IntegrityError: a weight is not finite.
+            IntegrityError: a weight is not finite; names the tensor, and nothing was published.
             StoreError: the disk refused.
         """
         started = self._clock.monotonic_s()
@@ -76,12 +89,13 @@ class Publisher:
             if known is not None:
                 return known, {"version": order.version, "again": True}
         publication, tensors = self._publication(order)
+        built = self._clock.monotonic_s()
         signed = sign(publication.manifest, self._signer)
         offer = self._outbox.add(publication, signed, again=order.again)
         self._base_version, self._base = order.version, tensors
         self._base_digest = publication.digests
         self._captured.pop(order.step, None)
-        return offer, self._facts(publication, self._clock.monotonic_s() - started)
+        return offer, _facts(publication, built - started, self._clock.monotonic_s() - built)
 
     def _known(self, order: BuildVersion) -> VersionOffer | None:
         manifest = self._outbox.manifest(order.version)
@@ -106,6 +120,7 @@ class Publisher:
                 version=order.version,
                 step=order.step,
                 created_wall_s=wall_s,
+                threads=self._threads,
             )
             return publication, self._base
         new = self._base if order.again else self._captured.get(order.step)
@@ -124,26 +139,33 @@ class Publisher:
             step=order.step,
             created_wall_s=wall_s,
             base=self._digest(),
+            settings=self._settings,
+            threads=self._threads,
+            with_full_digest=order.version % self._full_digest_every == 0,
         )
         return publication, new
 
     def _digest(self) -> StateDigest:
         if self._base_digest is None:
-            self._base_digest = StateDigest.of(self._base)
+            self._base_digest = StateDigest.of(self._base, threads=self._threads)
         return self._base_digest
 
-    def _facts(self, publication: Publication, seconds: float) -> dict[str, Any]:
-        manifest, delta = publication.manifest, publication.delta
-        facts: dict[str, Any] = {
-            "version": manifest.version,
-            "parent": manifest.parent,
-            "step": manifest.step,
-            "digest": manifest.digest,
-            "full_bytes": manifest.full_bytes,
-            "file_bytes": sum(entry.size_bytes for entry in manifest.files),
-            "build_s": round(seconds, 6),
-        }
-        if delta is not None:
-            facts["changed_cells"] = delta.changed_cells
-            facts["total_cells"] = delta.total_cells
-        return facts
+
+def _facts(publication: Publication, encode_s: float, store_s: float) -> dict[str, Any]:
+    """What was measured: seconds to compare and encode, and to make the version durable."""
+    manifest, delta = publication.manifest, publication.delta
+    facts: dict[str, Any] = {
+        "version": manifest.version,
+        "parent": manifest.parent,
+        "step": manifest.step,
+        "digest": manifest.digest,
+        "full_bytes": manifest.full_bytes,
+        "file_bytes": sum(entry.size_bytes for entry in manifest.files),
+        "encode_s": round(encode_s, 6),
+        "store_s": round(store_s, 6),
+    }
+    if delta is not None:
+        facts["changed_cells"] = delta.changed_cells
+        facts["total_cells"] = delta.total_cells
+        facts["coded_bytes"] = dict(delta.coded_bytes)
+    return facts

@@ -267,6 +267,7 @@ class TrainerShell:
             model=Path(self._run.policies[policy_name(self._table.policy)].model),
             base_version=self._start.position.version,
             base=loaded.weights,
+            table=self._table.publication,
         )
         _log.info("model.loaded", step=self._start.position.step, tensors=len(loaded.weights))
         self._feed(on.ModelReady())

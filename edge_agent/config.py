@@ -28,6 +28,9 @@ class FakeEngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[agent]``. ``slots`` is the number of concurrent sequences; ``local_models`` maps a
     policy's name or id to a folder that spares the download when its digest matches;
+    ``decode_threads`` decode arriving weights (0: one a processor, at most four); every
+    ``verify_every_swaps`` swaps the copy of a policy is read again as a whole, after the first two
+    and every ``read_back_every_swaps``-th some cells of the engine are compared with it (0: never);
     ``workflows`` are extra ``module:function`` references that this agent offers beside the
     shipped ones."""
 
@@ -43,6 +46,9 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     local_models: dict[str, str] = {}
     spool_bytes: Bytes = 1 * 2**30
     upload_window_bytes: Bytes = 8 * 2**20
+    decode_threads: Annotated[int, Meta(ge=0, le=64)] = 0
+    verify_every_swaps: Annotated[int, Meta(ge=0)] = 32
+    read_back_every_swaps: Annotated[int, Meta(ge=0)] = 4
     download_window_bytes: Bytes = 64 * 2**20
     reward_timeout_s: PositiveSeconds = 30.0
     attempt_timeout_s: PositiveSeconds = 3600.0

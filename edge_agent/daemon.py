@@ -6,6 +6,7 @@ scheduler or failed, 78 (from the command line) wrong configuration.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transport.plane_links import PlaneLinks
 from transport.runtime.clock import Clock, SystemClock
 from transport.runtime.files import lock_folder, private_dir
 from transport.runtime.settings import TransportConfig
+from transport.source_links import SourceLinks
 
 MakeEngine = Callable[[AgentConfig, Clock], Engine]
 
@@ -70,7 +72,24 @@ async def run_daemon(
             try:
                 links = PlaneLinks(network, config.transport, key=key, server_key=server_key)
                 try:
-                    shell = AgentShell(config, home, engine, links, clock)
+                    sources = partial(
+                        SourceLinks,
+                        network,
+                        config.transport,
+                        links,
+                        key=key,
+                        server_key=server_key,
+                        window_bytes=config.agent.download_window_bytes,
+                        clock=clock,
+                    )
+                    shell = AgentShell(
+                        config,
+                        home,
+                        engine,
+                        links,
+                        lambda arrived, changed: sources(arrived=arrived, changed=changed),
+                        clock,
+                    )
                     on_ready({"ready": True, "ports": {}, "agent": key.name})
                     return await shell.run(stop)
                 finally:

@@ -5,13 +5,24 @@ decode steps. Weights change only through ``apply``: sequences in flight go on, 
 carries the version that produced it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from transport.weights.tensors import TensorBytes
+from transport.weights.patch import Patch
+from transport.weights.tensors import Cells, TensorBytes
+
+Positions = npt.NDArray[np.int64]
+"""Cells of a tensor, counted in C order from 0."""
+
+
+def inside(positions: Positions, cells: int) -> bool:
+    """Whether all ``positions`` are in a tensor of so many cells."""
+    return not positions.size or 0 <= int(positions.min()) <= int(positions.max()) < cells
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,13 +106,15 @@ class Engine(Protocol):
         """
         ...
 
-    async def apply(self, policy: str, version: int, tensors: Mapping[str, TensorBytes]) -> float:
-        """Swap in absolute new values of whole tensors; returns the pause in seconds.
+    async def apply(self, policy: str, version: int, patch: Patch) -> float:
+        """Write absolute new values of the cells in ``patch``; returns the pause in seconds.
 
-        Applying the same version twice is harmless.
+        Everything that can fail comes before the pause. Applying the same version twice is
+        harmless. The patch's arrays are not kept, and may change after the call.
 
         Raises:
-            WeightApplyFailed: names, shapes or types do not fit; the old weights stay in use.
+            WeightApplyFailed: names, positions, types or values do not fit, or the engine does
+                not run; the old weights stay in use.
         """
         ...
 
@@ -110,7 +123,17 @@ class Engine(Protocol):
         ...
 
     def read_weights(self, policy: str) -> Iterator[tuple[str, TensorBytes]]:
-        """Weights in use in canonical order and in the published type, for digests."""
+        """Weights in use in canonical order and in the published type, for digests. What is read
+        across an ``apply`` may be of both versions: do neither during the other."""
+        ...
+
+    def read_cells(self, policy: str, tensor: str, positions: Positions) -> Cells:
+        """Bit patterns in use at ``positions`` of one tensor, in the published type. Blocks.
+
+        Raises:
+            GenerationFailed: the policy is not loaded.
+            WeightApplyFailed: no such tensor, or a position outside it.
+        """
         ...
 
     def stats(self) -> EngineStats: ...

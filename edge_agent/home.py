@@ -8,6 +8,7 @@ one of the newest fence; what is damaged is thrown away and logged, never used.
     FOLDER/weights/         copies of the policies' weights (``edge_agent.weight_copy``)
 """
 
+import os
 from pathlib import Path
 
 import structlog
@@ -35,7 +36,11 @@ class AgentHome:
         self.signers: dict[str, SignerKey] = {}
         self._signers_folder = Path(config.transport.keys) / "signers"
         self.refresh_trust()
-        self.copies = WeightCopies(folder / "weights", trusted=self.signers)
+        self.copies = WeightCopies(
+            folder / "weights",
+            trusted=self.signers,
+            decode_threads=config.agent.decode_threads or min(4, os.cpu_count() or 1),
+        )
         self.spooled = self._newest_per_attempt()
         for reason in (*self.spool.discarded, *self.copies.warnings):
             _log.warning("agent.discarded", reason=reason)

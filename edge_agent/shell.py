@@ -9,7 +9,7 @@ import asyncio
 import platform
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 
 import structlog
@@ -31,6 +31,7 @@ from edge_agent.core.effects import (
     ToScheduler,
     ToTrajectoryLog,
     ToWeightStore,
+    VerifyWeights,
 )
 from edge_agent.core.events import (
     DrainRequested,
@@ -52,12 +53,20 @@ from edge_agent.rewards import RewardPool, available_rewards
 from edge_agent.uploader import Uploader
 from edge_agent.weights_client import WeightsClient
 from edge_agent.workflow import SHIPPED, Workflow, load_workflow
+from transport.chunk_parts import SourceId
 from transport.errors import InvariantViolation, StoreError
 from transport.messages import Chunk, Goodbye, LeaseReply, Message, Plane, Welcome
 from transport.plane_links import PlaneLinks
 from transport.runtime.clock import Clock
+from transport.source_links import ORIGIN, SourceLinks
 
 _log = structlog.get_logger()
+
+MakeSources = Callable[
+    [Callable[[SourceId, Chunk, list[bytes]], None], Callable[[SourceId, bool], None]], SourceLinks
+]
+"""Makes the connections that chunks come over; they tell the first of chunks, the second of coming
+and going."""
 
 
 def core_settings(config: AgentConfig, workflows: Mapping[str, Workflow]) -> AgentSettings:
@@ -74,6 +83,8 @@ def core_settings(config: AgentConfig, workflows: Mapping[str, Workflow]) -> Age
         upload_window_bytes=table.upload_window_bytes,
         attempt_timeout_s=table.attempt_timeout_s,
         drain_s=table.drain_s,
+        verify_every_swaps=table.verify_every_swaps,
+        read_back_every_swaps=table.read_back_every_swaps,
     )
 
 
@@ -85,14 +96,21 @@ class AgentShell:
     """
 
     def __init__(
-        self, config: AgentConfig, home: AgentHome, engine: Engine, links: PlaneLinks, clock: Clock
+        self,
+        config: AgentConfig,
+        home: AgentHome,
+        engine: Engine,
+        links: PlaneLinks,
+        make_sources: MakeSources,
+        clock: Clock,
     ) -> None:
         workflows = {name: load_workflow(name) for name in (*SHIPPED, *config.agent.workflows)}
+        rng = random.Random()  # noqa: S311 - spreads retries, chooses cells to look at
         self.core = AgentCore(
             core_settings(config, workflows),
             incarnation=home.incarnation,
             build=_build(),
-            rng=random.Random(),  # noqa: S311 - spreads retries
+            rng=rng,
             spooled=home.spooled,
             now=clock.monotonic_s(),
         )
@@ -111,15 +129,16 @@ class AgentShell:
             feed=self.feed,
         )
         self._uploader = Uploader(links, home.spool, self.feed)
+        self._sources = make_sources(self._chunk_arrived, self._source_changed)
         self._weights = WeightsClient(
             engine,
             home.copies,
+            self._sources,
             clock=clock,
+            rng=rng,
             feed=self.feed,
-            send=lambda message: links.send_or_raise(Plane.WEIGHTS, message),
             refresh_trust=home.refresh_trust,
             local_models=config.agent.local_models,
-            window_bytes=config.agent.download_window_bytes,
         )
         self._events: deque[Event] = deque()
         self._handling = False
@@ -143,6 +162,7 @@ class AgentShell:
                     for plane in Plane
                 ),
                 tasks.create_task(self._uploader.run()),
+                tasks.create_task(self._sources.run()),
                 tasks.create_task(self._drain_at(stop)),
             ]
             self.feed(Tick())
@@ -151,6 +171,7 @@ class AgentShell:
                 task.cancel()
             await self._runner.close()
             await self._weights.close()
+            await self._sources.close()
             await self._rewards.close()
         _log.info("agent.ended", reason=ended.reason, status=ended.status)
         return ended.status
@@ -186,15 +207,21 @@ class AgentShell:
 
     def _from_store(self, message: Message, payload: list[bytes]) -> None:
         if isinstance(message, Chunk):
-            self._weights.arrived(message, payload)
+            self._weights.arrived(ORIGIN, message, payload)
         else:
             self.feed(FromWeightStore(message=message))
+
+    def _chunk_arrived(self, source: SourceId, chunk: Chunk, payload: list[bytes]) -> None:
+        self._weights.arrived(source, chunk, payload)
+
+    def _source_changed(self, source: SourceId, up: bool) -> None:
+        self._weights.source_changed(source, up)
 
     def _link_changed(self, plane: Plane, up: bool) -> None:
         if plane is Plane.TRAJECTORIES:
             self._uploader.clear()
-        elif plane is Plane.WEIGHTS and up:
-            self._weights.link_up()
+        elif plane is Plane.WEIGHTS:
+            self._weights.source_changed(ORIGIN, up)
         self.feed(LinkUp(plane=plane) if up else LinkDown(plane=plane))
 
     def _on_timer(self) -> None:
@@ -206,7 +233,7 @@ class AgentShell:
                 running_sequences=stats.running,
                 waiting_sequences=stats.waiting,
                 bytes_up=self._links.bytes_up,
-                bytes_down=self._links.bytes_down,
+                bytes_down=self._links.bytes_down + self._sources.bytes_down,
             )
         )
         self.feed(Tick())
@@ -240,7 +267,14 @@ class AgentShell:
                 self._runner.abort(attempt, fence)
             case DropSpooled(attempt=attempt, digest=digest):
                 self._group.create_task(self._drop(attempt, digest))
-            case OpenCopy() | FetchPlan() | CancelFetch() | SwapWeights() | DiscardCopy():
+            case (
+                OpenCopy()
+                | FetchPlan()
+                | CancelFetch()
+                | SwapWeights()
+                | VerifyWeights()
+                | DiscardCopy()
+            ):
                 self._weights.perform(effect, self._group)
             case Exit():
                 if self._outcome is not None and not self._outcome.done():

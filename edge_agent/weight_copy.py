@@ -1,32 +1,36 @@
 """The agent's own exact copy of each policy's weights, on disk and in memory.
 
-What always holds: the copy is one version, proved by its digest; staging verifies everything and
-touches nothing; committing moves the copy in one step (a small state file), so a crash leaves the
-old version or the new one. What turns out damaged at the start is thrown away with a warning: the
+What always holds: the held version is one, proved by its digest, and moves only in ``commit``, in
+one step (a small state file), so a crash leaves the old version or the new one. A new version is
+built in the copy's own memory with a way back: whatever fails, and every new plan, first takes the
+memory back to the held bits. What turns out damaged at the start is thrown away with a warning: the
 copy goes back to its last intact version or is gone, and the agent asks for a fresh plan.
 
-    FOLDER/POLICY/state          which base, which deltas on top: the only file that is replaced
+    FOLDER/POLICY/state          which base, which files on top: the only file that is replaced
     FOLDER/POLICY/base-N-K/      Hugging Face folder of version N: weights and artefacts
-    FOLDER/POLICY/blobs/SHA256   deltas since the base, and what a plan brings in
+    FOLDER/POLICY/blobs/SHA256   deltas and composites since the base, and what a plan brings in
 
 Writing a whole model for every version would cost as much disk as the network saves. So a commit
-keeps the delta that was downloaded anyway, and every ``fold_every`` versions, or when somebody
-needs a folder, base and deltas are folded into a new base, read back and verified. Unchanged
-tensors are views of the base's pages, not copies.
+keeps the delta or composite that was downloaded anyway, and every ``fold_every`` of them, or when
+somebody needs a folder, they are folded into a new base, read back and verified.
+
+In memory a copy is one times the model, mapped copy-on-write from its base (what no delta touched
+is page cache), and while a version is staged what ``weight_staging`` says. Only a snapshot that
+replaces another copy takes the model twice, until it is committed.
 
 ``commit`` comes after the engine has taken ``staged.changed``; only where the engine is to load
 the policy from its folder (a first version), commit, then load ``folder``.
 """
 
-import itertools
-import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 import msgspec
 
+from edge_agent.changed_cells import difference
+from edge_agent.copy_folder import STATE_NAME, Copy, CopyFolder
+from edge_agent.weight_staging import Edge, Intake, StagedVersion, Staging
 from transport.errors import (
     BaseVersionMismatch,
     IntegrityError,
@@ -35,59 +39,18 @@ from transport.errors import (
     StoreError,
 )
 from transport.messages import VersionRef, WeightsPlan
-from transport.weights.blobs import BlobFolder, disk_errors, write_durably
-from transport.weights.folder import (
-    check_artefacts,
-    link_model_folder,
-    read_model_folder,
-    write_model_folder,
-)
-from transport.weights.manifest import FileEntry, SignedManifest, Signer, VersionManifest, verify
-from transport.weights.manifest_folder import StoredManifest, read_trusted
-from transport.weights.plan import check_plan
-from transport.weights.state import WeightState, advanced, checked_state, state_of_snapshot
+from transport.runtime.clock import Clock, SystemClock
+from transport.weights.blobs import BlobFolder, disk_errors
+from transport.weights.folder import check_artefacts
+from transport.weights.manifest import FileEntry, SignedManifest, Signer, verify
+from transport.weights.manifest_folder import StoredManifest
+from transport.weights.patch import Patch
+from transport.weights.plan import CheckedStep, check_plan
+from transport.weights.state import WeightArena
 from transport.weights.tensors import TensorBytes
 
 FOLD_EVERY = 32
-_STATE = "state"
-
-
-class _CopyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The state file: base folder's name and manifest, deltas on top, artefacts in the base."""
-
-    policy: str
-    base: str
-    base_manifest: SignedManifest
-    deltas: tuple[SignedManifest, ...]
-    artefacts: tuple[FileEntry, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """What is held: weights in memory, base folder, and the versions from base to head."""
-
-    state: WeightState
-    base: Path
-    base_manifest: StoredManifest
-    deltas: tuple[StoredManifest, ...]
-    artefacts: tuple[FileEntry, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StagedVersion:
-    """A verified version that is not in use yet. ``changed`` has absolute values of every tensor
-    that differs from the copy (all of them when there was none)."""
-
-    policy: str
-    version: int
-    digest: str
-    changed: Mapping[str, TensorBytes]
-    state: WeightState = field(repr=False)
-    replaces: VersionRef | None = field(repr=False)
-    base: StoredManifest | None = field(repr=False)
-    deltas: tuple[StoredManifest, ...] = field(repr=False)
-    artefacts: tuple[FileEntry, ...] = field(repr=False)
-    local: Path | None = None
+DECODE_THREADS = 2
 
 
 class WeightCopies:
@@ -104,38 +67,42 @@ class WeightCopies:
         trusted: Mapping[str, Signer],
         fold_every: int = FOLD_EVERY,
         max_plan_bytes: int | None = None,
+        decode_threads: int = DECODE_THREADS,
+        clock: Clock | None = None,
     ) -> None:
         """Load and verify what is on disk. Raises StoreError when the folder cannot be used."""
         self._folder = folder
         self._trusted = trusted
         self._fold_every = fold_every
         self._max_plan_bytes = max_plan_bytes
-        self._copies: dict[str, _Copy] = {}
-        self._blobs: dict[str, BlobFolder] = {}
-        self._staged: dict[str, set[str]] = {}
+        self._threads = decode_threads
+        self._clock = SystemClock() if clock is None else clock
+        self._copies: dict[str, Copy] = {}
+        self._folders: dict[str, CopyFolder] = {}
+        self._intakes: dict[str, Intake] = {}
+        self._staged: dict[str, StagedVersion] = {}
         self.warnings: list[str] = []
         """What was discarded and why, for the caller to log and clear."""
         with disk_errors(f"opening {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(folder.iterdir()):
-                if (path / _STATE).is_file():
+                if (path / STATE_NAME).is_file():
                     self._load(unquote(path.name))
 
     # ---- what is held -----------------------------------------------------------------------
 
     def held(self) -> dict[str, VersionRef]:
-        """Version and digest of every copy."""
-        return {policy: copy.state.ref for policy, copy in self._copies.items()}
+        """Version and digest of every copy, as committed."""
+        return {policy: copy.ref for policy, copy in self._copies.items()}
 
     def tensors(self, policy: str) -> Mapping[str, TensorBytes]:
-        """Weights of the copy. Raises StoreError when there is none."""
-        return self._copy(policy).state.tensors
+        """Weights in the copy's memory: of the held version, or of the staged one while there is
+        one. Raises StoreError when there is no copy."""
+        return self._copy(policy).arena.tensors
 
     def blobs(self, policy: str) -> BlobFolder:
         """Where a plan's files are to be written, chunk by chunk."""
-        if policy not in self._blobs:
-            self._blobs[policy] = BlobFolder(self._path(policy) / "blobs")
-        return self._blobs[policy]
+        return self._of(policy).blobs
 
     def folder(self, policy: str) -> Path:
         """Hugging Face folder (config, tokenizer, weights) of exactly the held version. It stays
@@ -144,65 +111,99 @@ class WeightCopies:
         Raises:
             StoreError: no copy, or the disk refused.
         """
-        if self._copy(policy).deltas:
+        self._copy(policy)
+        self._take_back(policy)
+        if self._copy(policy).edges:
             self._fold(policy)
         return self._copies[policy].base
 
-    # ---- a new version ----------------------------------------------------------------------
-
-    def wanted(self, plan: WeightsPlan) -> list[FileEntry]:
-        """Files to fetch for a plan, in order; leftovers of earlier plans are removed.
+    def rescan(self, policy: str) -> None:
+        """Read the whole copy and compare it with its digests.
 
         Raises:
-            AuthenticationFailed, RemoteProtocolError, SizeLimitExceeded: as ``check_plan``.
-            StoreError: the disk refused.
+            CopyDrifted: memory has other bits than it was verified with.
+            StoreError: no copy.
         """
-        steps = check_plan(plan, self._trusted, max_bytes=self._max_plan_bytes)
-        entries = {entry.digest: entry for step in steps for entry in step.files}
-        blobs = self.blobs(plan.policy)
-        copy = self._copies.get(plan.policy)
-        journal = _files_of(copy.deltas) if copy else ()
-        blobs.sweep({*entries, *journal, *self._staged.get(plan.policy, ())})
-        base = copy.artefacts if copy else ()
-        return [e for d, e in entries.items() if e not in base and not blobs.has(d)]
+        self._copy(policy)
+        self._take_back(policy)
+        self._copy(policy).rescan(policy, threads=self._threads)
 
-    def stage(self, plan: WeightsPlan) -> StagedVersion:
-        """Build and verify the version that a plan leads to; the copy is not touched.
+    # ---- a new version ----------------------------------------------------------------------
+
+    def begin(self, plan: WeightsPlan) -> Intake:
+        """Take a plan in: what is to be fetched, and where to report it. Whatever was staged for
+        the policy is taken back; leftovers of earlier plans are removed.
 
         Raises:
             AuthenticationFailed, RemoteProtocolError, SizeLimitExceeded: as ``check_plan``.
             BaseVersionMismatch: the plan starts from a version that is not the held one.
-            IntegrityError: a file or the resulting state is not what the manifests say; a
-                damaged file is removed, so that ``wanted`` asks for it again.
-            StoreError: a file of the plan is not there.
+            StoreError: the disk refused.
         """
         steps = check_plan(plan, self._trusted, max_bytes=self._max_plan_bytes)
-        copy = self._copies.get(plan.policy)
-        blobs = self.blobs(plan.policy)
-        state = copy.state if copy else None
-        deltas = list(copy.deltas) if copy else []
+        policy = plan.policy
+        self._take_back(policy)
+        copy, blobs = self._copies.get(policy), self.blobs(policy)
+        base = next(
+            (StoredManifest(s.manifest, s.signed) for s in steps if s.of_kind("snapshot")), None
+        )
+        edges = tuple(_edge(step) for step in steps if step.delta is not None)
+        if base is None:
+            self._check_base(policy, edges)
+        files = {entry.digest: entry for step in steps for entry in step.files}
+        journal = {edge.file.digest for edge in copy.edges} if copy else set()
+        blobs.sweep({*files, *journal})
         artefacts = copy.artefacts if copy else ()
-        base: StoredManifest | None = None
-        changed: dict[str, TensorBytes] = {}
+        wanted = tuple(e for d, e in files.items() if e not in artefacts and not blobs.has(d))
+        staging = Staging(edges, blobs, threads=self._threads, clock=self._clock)
         for step in steps:
             artefacts = step.of_kind("artefact") or artefacts
-            stored = StoredManifest(step.manifest, step.signed)
-            try:
-                if step.delta is not None:
-                    state, part = _next(state, blobs, step.manifest)
-                    deltas.append(stored)
-                    changed.update(part)
-                elif step.of_kind("snapshot"):
-                    state = state_of_snapshot(blobs, step.manifest)
-                    base, deltas = stored, []
-            except IntegrityError:
-                blobs.remove_damaged(step.files)
-                raise
-        if state is None:
-            raise RemoteProtocolError(f"plan for {plan.policy} brings no weights")
+        present = {entry.digest: blobs.present(entry) for entry in wanted}
+        intake = Intake(policy, wanted, present, staging, base, artefacts)
+        self._intakes[policy] = intake
+        if base is None and copy is not None:
+            staging.begin(copy.arena, {e.file.digest: blobs.present(e.file) for e in edges})
+        return intake
+
+    def finish(self, intake: Intake) -> StagedVersion:
+        """The version that a plan leads to, once all files have come in; verified, not in use.
+
+        Raises:
+            IntegrityError: a file or the resulting state is not what the manifests say; a
+                damaged file is removed, so that the next plan asks for it again.
+            StoreError: a file is not there, or the plan was given up.
+        """
+        policy, base, staging = intake.policy, intake.base, intake.staging
+        if self._intakes.get(policy) is not intake:
+            raise StoreError(f"the plan for {policy} was given up for another one")
+        blobs, copy = self.blobs(policy), self._copies.get(policy)
+        try:
+            for entry in intake.wanted:
+                blobs.complete(entry)
+            if base is not None:
+                staging.begin(
+                    WeightArena.from_snapshot(blobs, base.manifest, threads=self._threads), {}
+                )
+            arena, changed = staging.finish()
+        except BaseException as error:
+            self._take_back(policy)
+            if isinstance(error, IntegrityError):
+                failed = staging.failed_edge
+                suspects = base.manifest.files if base is not None else ()
+                blobs.remove_damaged(suspects if failed is None else (failed.file,))
+            raise
+        journal = () if base is not None or copy is None else copy.edges
         if base is not None:
-            changed = _difference(state, copy)
-        return self._remember(plan.policy, state, changed, base, deltas, artefacts)
+            changed = difference(arena.tensors, copy.arena.tensors if copy else {})
+        edges = (*journal, *staging.edges)
+        return self._remember(policy, arena, changed, base, edges, intake.artefacts)
+
+    def wanted(self, plan: WeightsPlan) -> tuple[FileEntry, ...]:
+        """The files to fetch for a plan; see ``begin``, which is called again by ``stage``."""
+        return self.begin(plan).wanted
+
+    def stage(self, plan: WeightsPlan) -> StagedVersion:
+        """``begin`` and ``finish`` of a plan whose files are all there; raises as they do."""
+        return self.finish(self.begin(plan))
 
     def match_local(
         self, policy: str, folder: Path, signed: SignedManifest
@@ -219,180 +220,164 @@ class WeightCopies:
             if manifest.policy != policy:
                 raise IntegrityError(f"the manifest is of {manifest.policy}")
             check_artefacts(folder, manifest.of_kind("artefact"))
-            state = checked_state(read_model_folder(folder, mapped=True), manifest)
+            arena = WeightArena.from_folder(folder, manifest, threads=self._threads)
         except (IntegrityError, ModelError) as error:
             self.warnings.append(f"{folder} is not version {manifest.version}: {error}")
             return None
+        self._take_back(policy)
+        copy = self._copies.get(policy)
+        changed = difference(arena.tensors, copy.arena.tensors if copy else {})
         base, artefacts = StoredManifest(manifest, signed), manifest.of_kind("artefact")
-        changed = _difference(state, self._copies.get(policy))
-        return self._remember(policy, state, changed, base, [], artefacts, local=folder)
+        return self._remember(policy, arena, changed, base, (), artefacts, local=folder)
 
     def commit(self, staged: StagedVersion) -> None:
         """Make a staged version the held one. Committing it again is harmless.
 
         Raises:
-            BaseVersionMismatch: the copy has moved since the version was staged.
+            BaseVersionMismatch: something else was staged or committed since.
             StoreError: the disk refused; the old version stays.
         """
         policy = staged.policy
-        held = self.held().get(policy)
-        if held == staged.state.ref:
+        if self.held().get(policy) == staged.ref:
             return
-        if held != staged.replaces:
+        if self._staged.get(policy) is not staged:
             raise BaseVersionMismatch(f"the copy of {policy} moved on since {staged.version} came")
-        if staged.base is not None:
-            base, manifest = self._new_base(staged, staged.base), staged.base
+        before, arena, base = self._copies.get(policy), staged.arena, staged.base
+        if base is not None:
+            path = self._new_base(staged, base)
+            if staged.local is not None:
+                arena = WeightArena.from_folder(path, base.manifest, threads=self._threads)
+            after = Copy(arena, staged.ref, path, base, staged.edges, staged.artefacts)
         else:
-            base, manifest = self._copy(policy).base, self._copy(policy).base_manifest
-        after = _Copy(staged.state, base, manifest, staged.deltas, staged.artefacts)
+            before = self._copy(policy)
+            after = Copy(
+                arena, staged.ref, before.base, before.base_manifest, staged.edges, staged.artefacts
+            )
         self._switch(policy, after)
-        self._staged.pop(policy, None)
-        if len(after.deltas) >= self._fold_every:
+        del self._staged[policy]
+        intake = self._intakes.pop(policy, None)
+        if intake is not None:
+            intake.staging.close()
+        if len(after.edges) >= self._fold_every:
             try:
                 self._fold(policy)
             except (IntegrityError, ModelError, StoreError) as error:
                 self.warnings.append(f"the copy of {policy} could not be folded yet: {error}")
 
     def discard(self, policy: str) -> None:
-        """Throw a copy away (its engine showed other weights, or the policy is hosted no more).
+        """Throw a copy away (it or its engine showed other weights, or the policy is hosted no
+        more).
 
         Raises:
             StoreError: the disk refused.
         """
-        self._copies.pop(policy, None)
+        intake = self._intakes.pop(policy, None)
+        if intake is not None:
+            intake.staging.close()
         self._staged.pop(policy, None)
-        self._blobs.pop(policy, None)
-        with disk_errors(f"removing {self._path(policy)}"):
-            if self._path(policy).is_dir():
-                shutil.rmtree(self._path(policy))
+        self._copies.pop(policy, None)
+        self._of(policy).remove()
+        del self._folders[policy]
+
+    def close(self) -> None:
+        """End what is under way. What is held stays on the disk."""
+        for intake in self._intakes.values():
+            intake.staging.close()
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _path(self, policy: str) -> Path:
-        return self._folder / quote(policy, safe="").replace(".", "%2E")
+    def _of(self, policy: str) -> CopyFolder:
+        if policy not in self._folders:
+            path = self._folder / quote(policy, safe="").replace(".", "%2E")
+            self._folders[policy] = CopyFolder(path, policy, threads=self._threads)
+        return self._folders[policy]
 
-    def _copy(self, policy: str) -> _Copy:
+    def _copy(self, policy: str) -> Copy:
         if policy not in self._copies:
             raise StoreError(f"no copy of {policy} is held")
         return self._copies[policy]
 
+    def _check_base(self, policy: str, edges: tuple[Edge, ...]) -> None:
+        """Whether a plan without a snapshot begins where the copy is."""
+        if not edges:
+            raise RemoteProtocolError(f"plan for {policy} brings no weights")
+        first, held = edges[0].manifest, self.held().get(policy)
+        if held is None or (first.parent, first.base_digest) != (held.version, held.digest):
+            here = "none" if held is None else f"version {held.version} ({held.digest[:12]})"
+            raise BaseVersionMismatch(f"the plan starts from {first.parent}, held is {here}")
+
+    def _take_back(self, policy: str) -> None:
+        """Whatever was begun for a policy and not committed: the copy is the held version again."""
+        intake = self._intakes.pop(policy, None)
+        self._staged.pop(policy, None)
+        if intake is not None and not intake.staging.take_back() and intake.base is None:
+            self._copies.pop(policy, None)
+            self._load(policy)
+
     def _remember(
         self,
         policy: str,
-        state: WeightState,
-        changed: Mapping[str, TensorBytes],
+        arena: WeightArena,
+        changed: Patch,
         base: StoredManifest | None,
-        deltas: list[StoredManifest],
+        edges: tuple[Edge, ...],
         artefacts: tuple[FileEntry, ...],
         local: Path | None = None,
     ) -> StagedVersion:
-        copy = self._copies.get(policy)
         staged = StagedVersion(
             policy=policy,
-            version=state.version,
-            digest=state.digests.hex,
+            version=arena.version,
+            digest=arena.digests.hex,
             changed=changed,
-            state=state,
-            replaces=copy.state.ref if copy else None,
+            arena=arena,
+            replaces=self.held().get(policy),
             base=base,
-            deltas=tuple(deltas),
+            edges=edges,
             artefacts=artefacts,
             local=local,
         )
-        files = _files_of(staged.deltas + ((base,) if base else ()))
-        self._staged[policy] = files | {entry.digest for entry in artefacts}
+        self._staged[policy] = staged
         return staged
 
     def _load(self, policy: str) -> None:
-        path = self._path(policy)
-        try:
-            record = msgspec.msgpack.decode((path / _STATE).read_bytes(), type=_CopyRecord)
-            manifest = read_trusted(record.base_manifest)
-            deltas = [read_trusted(signed) for signed in record.deltas]
-            base = path / Path(record.base).name
-            check_artefacts(base, record.artefacts)
-            state = checked_state(read_model_folder(base, mapped=True), manifest.manifest)
-        except (OSError, msgspec.DecodeError, IntegrityError, ModelError) as error:
+        copy = self._of(policy).load(self.warnings)
+        if copy is None:
             self.discard(policy)
-            self.warnings.append(f"the copy of {policy} was damaged and is discarded: {error}")
-            return
-        intact: list[StoredManifest] = []
-        try:
-            for stored in deltas:
-                state, _ = advanced(state, self.blobs(policy), stored.manifest)
-                intact.append(stored)
-        except (IntegrityError, StoreError) as error:
-            self.blobs(policy).remove_damaged(stored.manifest.files)
-            self.warnings.append(f"the copy of {policy} goes back to {state.version}: {error}")
-        self._switch(policy, _Copy(state, base, manifest, tuple(intact), record.artefacts))
+        else:
+            self._switch(policy, copy)
 
     def _new_base(self, staged: StagedVersion, base: StoredManifest) -> Path:
-        """A base folder out of verified files: linked where they were downloaded, else copied."""
-        target = self._free_base(staged.policy, base.manifest.version)
+        folder = self._of(staged.policy)
         if staged.local is not None:
             artefacts = check_artefacts(staged.local, staged.artefacts)
-            write_model_folder(target, staged.state.tensors, artefacts)
-            return target
+            return folder.written_base(staged.version, staged.arena.tensors, artefacts)
         old = self._copies.get(staged.policy)
         sources: dict[str, Path] = {}
-        for entry in (*base.manifest.of_kind("snapshot"), *staged.artefacts):
-            path = self.blobs(staged.policy).path(entry.digest)
+        for entry in staged.artefacts:
+            path = folder.blobs.path(entry.digest)
             if not path.exists() and old is not None:
-                path = old.base / entry.name  # an artefact that is held already
+                path = old.base / entry.name  # held already
             sources[entry.name] = path
-        link_model_folder(target, sources)
-        return target
-
-    def _free_base(self, policy: str, version: int) -> Path:
-        names = (self._path(policy) / f"base-{version:08d}-{n}" for n in itertools.count())
-        return next(path for path in names if not path.exists())
+        return folder.linked_base(base, sources)
 
     def _fold(self, policy: str) -> None:
-        copy = self._copy(policy)
-        head = (copy.base_manifest, *copy.deltas)[-1]
-        target = self._free_base(policy, copy.state.version)
-        write_model_folder(target, copy.state.tensors, check_artefacts(copy.base, copy.artefacts))
-        # Read back and compared: the new base is proved, and memory is the page cache again.
-        state = checked_state(read_model_folder(target, mapped=True), head.manifest)
-        self._switch(policy, _Copy(state, target, head, (), copy.artefacts))
+        """Base and journal into a new base, read back and compared: so it is proved, and memory is
+        the page cache again."""
+        copy, folder = self._copy(policy), self._of(policy)
+        head = StoredManifest(copy.head, copy.edges[-1].signed)
+        artefacts = check_artefacts(copy.base, copy.artefacts)
+        path = folder.written_base(copy.ref.version, copy.arena.tensors, artefacts)
+        arena = WeightArena.from_folder(path, head.manifest, threads=self._threads)
+        self._switch(policy, Copy(arena, copy.ref, path, head, (), copy.artefacts))
 
-    def _switch(self, policy: str, after: _Copy) -> None:
-        record = _CopyRecord(
-            policy=policy,
-            base=after.base.name,
-            base_manifest=after.base_manifest.signed,
-            deltas=tuple(stored.signed for stored in after.deltas),
-            artefacts=after.artefacts,
-        )
-        before = self._copies.get(policy)
-        write_durably(self._path(policy) / _STATE, (msgspec.msgpack.encode(record),))
+    def _switch(self, policy: str, after: Copy) -> None:
+        before, folder = self._copies.get(policy), self._of(policy)
+        folder.write(after)
         self._copies[policy] = after
         if before is None or before.base != after.base:
-            self._clean(policy)
-
-    def _clean(self, policy: str) -> None:
-        """Remove bases that the state file does not name. (``wanted`` removes old files.)"""
-        with disk_errors(f"cleaning {self._path(policy)}"):
-            for path in self._path(policy).glob("base-*"):
-                if path != self._copies[policy].base:
-                    shutil.rmtree(path)
+            folder.clean(after)
 
 
-def _files_of(versions: Iterable[StoredManifest]) -> set[str]:
-    return {entry.digest for stored in versions for entry in stored.manifest.files}
-
-
-def _difference(state: WeightState, copy: _Copy | None) -> dict[str, TensorBytes]:
-    """Tensors of ``state`` that the copy does not have already."""
-    held = copy.state.digests.tensors if copy else {}
-    new = state.digests.tensors
-    return {name: t for name, t in state.tensors.items() if held.get(name) != new[name]}
-
-
-def _next(
-    state: WeightState | None, blobs: BlobFolder, manifest: VersionManifest
-) -> tuple[WeightState, dict[str, TensorBytes]]:
-    if state is None or state.version != manifest.parent:
-        held = "none" if state is None else f"version {state.version}"
-        raise BaseVersionMismatch(f"the plan starts from {manifest.parent}, held is {held}")
-    return advanced(state, blobs, manifest)
+def _edge(step: CheckedStep) -> Edge:
+    manifest = msgspec.structs.replace(step.manifest, files=step.files)
+    return Edge(manifest=manifest, signed=step.signed)

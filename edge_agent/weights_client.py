@@ -1,23 +1,33 @@
-"""Weights from the store into the engine: fetch, verify, swap, discard.
+"""Weights from the store into the engine: fetch, verify, swap, check, discard.
 
 What always holds: everything about one policy happens one after the other, in the order of the
-effects; the copies belong to one disk thread, arriving chunks are hashed and written in another,
-and the event loop waits for neither; the engine gets weights only after their digest was verified,
-and a policy that it loads from a folder is read back and compared; whatever fails is reported with
-the error's code, for the core to judge.
+effects; the copies belong to one disk thread, arriving chunks are hashed and written in another and
+decoded in further ones while they still come in, and the event loop waits for none of them; the
+engine gets weights only after their digest was verified, and a policy that it loads from a folder
+is read back and compared; what the engine is not known to hold it gets as a whole; whatever fails
+is reported with the error's code, for the core to judge.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+import random
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 import structlog
 
-from edge_agent.core.effects import CancelFetch, DiscardCopy, FetchPlan, OpenCopy, SwapWeights
+from edge_agent.core.effects import (
+    CancelFetch,
+    DiscardCopy,
+    FetchPlan,
+    OpenCopy,
+    SwapWeights,
+    VerifyWeights,
+)
 from edge_agent.core.events import (
     CopyDiscarded,
     CopyOpened,
@@ -25,73 +35,77 @@ from edge_agent.core.events import (
     PlanStaged,
     StageFailed,
     SwapFailed,
+    VerifyFailed,
     WeightsSwapped,
+    WeightsVerified,
 )
 from edge_agent.engine import Engine
-from edge_agent.weight_copy import StagedVersion, WeightCopies
-from transport.chunks import ChunkFetcher, DeliveryWindow
-from transport.errors import FarflowError, LinkError, StoreError, WeightApplyFailed
+from edge_agent.read_back import Sample, drawn_cells, recent_cells
+from edge_agent.weight_copy import WeightCopies
+from edge_agent.weight_download import ChunkSources, Downloads
+from edge_agent.weight_staging import Intake, StagedVersion
+from transport.chunk_parts import SourceId
+from transport.chunks import AcceptedChunk
+from transport.errors import EngineError, FarflowError, StoreError, WeightApplyFailed
 from transport.ids import policy_name
-from transport.messages import Chunk, Message, WeightsPlan
+from transport.messages import Chunk, PlanStep, VersionRef, WeightsPlan
 from transport.runtime.clock import Clock
-from transport.weights.blobs import BlobFolder
-from transport.weights.digest import state_digest
-from transport.weights.manifest import FileEntry, SignedManifest
+from transport.weights.digest import StateDigest, tensor_kind, tensor_sum
+from transport.weights.manifest import SignedManifest, decode_manifest
+from transport.weights.patch import whole
 
 T = TypeVar("T")
 
-WeightEffect = OpenCopy | FetchPlan | CancelFetch | SwapWeights | DiscardCopy
-
-_MAX_WAITING_CHUNKS = 256
-_RETRY_S = 0.2
-STALL_S = 120.0
-"""A fetch in which no chunk arrives for so long fails; the core asks for another plan."""
+WeightEffect = OpenCopy | FetchPlan | CancelFetch | SwapWeights | VerifyWeights | DiscardCopy
 
 _log = structlog.get_logger()
 
 
-class FetchFailed(LinkError):
-    """The store's chunks do not arrive."""
+class EngineDrifted(EngineError):
+    """The engine holds other weights than it was given."""
 
-    code: ClassVar[str] = "link.fetch"
+    code: ClassVar[str] = "engine.weights"
 
 
 class _Fetched(NamedTuple):
     staged: StagedVersion
     fetched_bytes: int
     fetch_s: float
+    decode_cells_s: float
 
 
 class WeightsClient:
-    """Carries out the weight effects of one agent. ``send`` hands a message to the weights link
-    and raises ``LinkError``; ``local_models`` maps policy names or ids to folders."""
+    """Carries out the weight effects of one agent. ``local_models`` maps policy names or ids to
+    folders; ``rng`` chooses the cells that are read back."""
 
     def __init__(
         self,
         engine: Engine,
         copies: WeightCopies,
+        sources: ChunkSources,
         *,
         clock: Clock,
+        rng: random.Random,
         feed: Callable[[Event], None],
-        send: Callable[[Message], None],
         refresh_trust: Callable[[], None],
         local_models: Mapping[str, str],
-        window_bytes: int,
     ) -> None:
         self._engine = engine
         self._copies = copies
+        self._sources = sources
         self._clock = clock
+        self._rng = rng
         self._feed = feed
-        self._send = send
         self._refresh_trust = refresh_trust
         self._local_models = local_models
-        self._window = DeliveryWindow(max_window_bytes=window_bytes)
+        self._downloads = Downloads(sources, clock)
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="weight-copies")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="weight-chunks")
         self._last: dict[str, asyncio.Task[None]] = {}
         self._fetching: dict[str, asyncio.Task[None]] = {}
-        self._inboxes: dict[str, asyncio.Queue[tuple[Chunk, bytes] | None]] = {}
         self._staged: dict[str, _Fetched] = {}
+        self._serves: dict[str, VersionRef] = {}  # what the engine is known to hold
+        self._recent: dict[str, Sample] = {}
+        self._rate_bytes_s = 0.0
 
     def perform(self, effect: WeightEffect, tasks: asyncio.TaskGroup) -> None:
         """Carry out an effect, after what was begun before for its policy."""
@@ -109,21 +123,18 @@ class WeightsClient:
                     fetching.cancel()
             case SwapWeights(ticket=ticket):
                 self._chain(policy, partial(self._swap, policy, ticket), tasks)
+            case VerifyWeights():
+                self._chain(policy, partial(self._verify, policy, effect), tasks)
             case DiscardCopy(unload=unload):
                 self._chain(policy, partial(self._discard, policy, unload), tasks)
 
-    def arrived(self, chunk: Chunk, payload: list[bytes]) -> None:
-        """A chunk came; every fetch that waits for its file gets it."""
-        data = payload[0] if payload else b""
-        for inbox in self._inboxes.values():
-            if not inbox.full():
-                inbox.put_nowait((chunk, data))
+    def arrived(self, source: SourceId, chunk: Chunk, payload: Sequence[bytes]) -> None:
+        """A chunk or a part of one came over a connection."""
+        self._downloads.arrived(source, chunk, payload)
 
-    def link_up(self) -> None:
-        """Chunks that were on the way are lost: ask again."""
-        for inbox in self._inboxes.values():
-            if not inbox.full():
-                inbox.put_nowait(None)
+    def source_changed(self, source: SourceId, up: bool) -> None:
+        """A connection that chunks come over is up or down."""
+        self._downloads.changed(source, up)
 
     async def close(self) -> None:
         """Stop everything; what the threads are at is finished."""
@@ -131,8 +142,9 @@ class WeightsClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for pool in (self._writer, self._disk):
-            await asyncio.to_thread(pool.shutdown)
+        await asyncio.to_thread(self._downloads.close)
+        await self._on_disk(self._copies.close)
+        await asyncio.to_thread(self._disk.shutdown)
 
     # ---- order -------------------------------------------------------------------------------
 
@@ -174,7 +186,7 @@ class WeightsClient:
         try:
             ref = (await self._on_disk(self._copies.held)).get(policy)
             if ref is not None:
-                await self._load(policy, ref.version, ref.digest)
+                await self._load(policy, ref)
                 version, digest = ref.version, ref.digest
         except FarflowError as error:
             _log.warning("weights.not_opened", policy=policy, code=error.code, reason=str(error))
@@ -184,7 +196,7 @@ class WeightsClient:
     async def _fetch(self, policy: str, ticket: int, plan: WeightsPlan) -> None:
         began_s = self._clock.monotonic_s()
         try:
-            staged, fetched_bytes = await self._fetched(plan)
+            fetched = await self._fetched(plan, began_s)
         except FarflowError as error:
             _log.warning(
                 "weights.not_staged",
@@ -196,14 +208,13 @@ class WeightsClient:
             failed = StageFailed(policy=policy, ticket=ticket, code=error.code, detail=str(error))
             self._feed(failed)
             return
-        took_s = self._clock.monotonic_s() - began_s
-        self._staged[policy] = _Fetched(staged, fetched_bytes, took_s)
+        self._staged[policy] = fetched
         _log.info(
             "weights.staged",
             policy=policy,
-            version=staged.version,
-            fetched_bytes=fetched_bytes,
-            fetch_s=round(took_s, 3),
+            version=fetched.staged.version,
+            fetched_bytes=fetched.fetched_bytes,
+            fetch_s=round(fetched.fetch_s, 3),
         )
         self._feed(PlanStaged(policy=policy, ticket=ticket))
 
@@ -229,11 +240,36 @@ class WeightsClient:
                 pause_s=pause_s,
                 fetched_bytes=fetched.fetched_bytes,
                 fetch_s=fetched.fetch_s,
+                rate_bytes_s=self._rate_bytes_s,
+                decode_cells_s=fetched.decode_cells_s,
             )
         )
 
+    async def _verify(self, policy: str, check: VerifyWeights) -> None:
+        began_s = self._clock.monotonic_s()
+        try:
+            if check.rescan:
+                await self._on_disk(self._copies.rescan, policy)
+            if check.read_back:
+                await self._on_disk(self._read_back, policy)
+        except FarflowError as error:
+            _log.error("weights.drifted", policy=policy, code=error.code, reason=str(error))
+            code, detail = error.code, str(error)
+            self._feed(VerifyFailed(policy=policy, ticket=check.ticket, code=code, detail=detail))
+            return
+        _log.info(
+            "weights.verified",
+            policy=policy,
+            rescan=check.rescan,
+            read_back=check.read_back,
+            took_s=round(self._clock.monotonic_s() - began_s, 3),
+        )
+        self._feed(WeightsVerified(policy=policy, ticket=check.ticket))
+
     async def _discard(self, policy: str, unload: bool) -> None:
         self._staged.pop(policy, None)
+        self._serves.pop(policy, None)
+        self._recent.pop(policy, None)
         if unload:
             await self._engine.unload_policy(policy)
         await self._throw_away(policy)
@@ -252,38 +288,73 @@ class WeightsClient:
     async def _put_into_engine(self, policy: str, staged: StagedVersion) -> float:
         """Returns the pause in seconds. The copy is committed after the engine has taken the
         weights, except where the engine reads them from the committed copy."""
-        if self._engine.version(policy) is not None:
-            pause_s = await self._engine.apply(policy, staged.version, staged.changed)
+        serves = self._serves.pop(policy, None)
+        if self._engine.version(policy) is None:
             await self._on_disk(self._copies.commit, staged)
-            return pause_s
+            await self._load(policy, staged.ref)
+            return 0.0
+        patch = staged.changed if serves == staged.replaces else whole(staged.arena.tensors)
+        pause_s = await self._engine.apply(policy, staged.version, patch)
+        self._recent[policy] = recent_cells(patch, self._rng)
         await self._on_disk(self._copies.commit, staged)
-        await self._load(policy, staged.version, staged.digest)
-        return 0.0
+        self._serves[policy] = staged.ref
+        return pause_s
 
-    async def _load(self, policy: str, version: int, digest: str) -> None:
+    async def _load(self, policy: str, ref: VersionRef) -> None:
         folder = await self._on_disk(self._copies.folder, policy)
-        await self._engine.load_policy(policy, folder, version)
-        loaded = await asyncio.to_thread(
-            lambda: state_digest(dict(self._engine.read_weights(policy)))
-        )
-        if loaded != digest:
-            raise WeightApplyFailed(
-                f"{policy} version {version}: the engine holds {loaded[:12]} after loading, "
-                f"expected {digest[:12]}"
+        await self._engine.load_policy(policy, folder, ref.version)
+        loaded = await asyncio.to_thread(self._engine_digest, policy)
+        if loaded != ref.digest:
+            raise EngineDrifted(
+                f"{policy} version {ref.version}: the engine holds {loaded[:12]} after loading, "
+                f"expected {ref.digest[:12]}"
             )
+        self._serves[policy] = ref
 
-    async def _fetched(self, plan: WeightsPlan) -> tuple[StagedVersion, int]:
-        """The plan's version, verified, and how many bytes came over the network."""
+    def _engine_digest(self, policy: str) -> str:
+        sums: dict[str, bytes] = {}
+        kinds: dict[str, bytes] = {}
+        for name, tensor in self._engine.read_weights(policy):
+            sums[name] = tensor_sum(name, tensor)
+            kinds[name] = tensor_kind(tensor.dtype, tensor.shape)
+        return StateDigest.from_sums(sums, kinds).hex
+
+    def _read_back(self, policy: str) -> None:
+        """Raises EngineDrifted when a cell of the engine is not that of the copy."""
+        tensors = self._copies.tensors(policy)
+        samples = (drawn_cells(tensors, self._rng), self._recent.get(policy, {}))
+        for sample in samples:
+            for name, positions in sample.items():
+                read = self._engine.read_cells(policy, name, positions)
+                wrong = np.flatnonzero(read != tensors[name].cells()[positions])
+                if wrong.size:
+                    raise EngineDrifted(
+                        f"{policy} version {self._engine.version(policy)}: {wrong.size} of "
+                        f"{positions.size} cells of {name!r} in the engine are not those of the "
+                        f"copy, the first is cell {positions[wrong[0]]}"
+                    )
+
+    async def _fetched(self, plan: WeightsPlan, began_s: float) -> _Fetched:
+        """The plan's version, verified."""
         await asyncio.to_thread(self._refresh_trust)
         local = await self._local(plan)
         if local is not None:
-            if local.version == plan.version:
-                return local, 0
+            if local.version == plan.version or _brings_snapshot(plan.steps[1:]):
+                # What the folder has is worth more than another snapshot: serve it, and ask for
+                # the way from there.
+                return _Fetched(local, 0, self._clock.monotonic_s() - began_s, 0.0)
             await self._on_disk(self._copies.commit, local)
             plan = msgspec.structs.replace(plan, steps=plan.steps[1:])
-        entries = await self._on_disk(self._copies.wanted, plan)
-        fetched_bytes = await self._download(plan.policy, entries) if entries else 0
-        return await self._on_disk(self._copies.stage, plan), fetched_bytes
+        intake = await self._on_disk(self._copies.begin, plan)
+        try:
+            fetched_bytes = await self._download(intake)
+            fetch_s = self._clock.monotonic_s() - began_s
+            staged = await self._on_disk(self._copies.finish, intake)
+        finally:
+            intake.staging.stop()
+        if fetched_bytes:
+            self._rate_bytes_s = max(self._sources.rate_bytes_s, fetched_bytes / max(fetch_s, 1e-6))
+        return _Fetched(staged, fetched_bytes, fetch_s, intake.staging.cells_s)
 
     async def _local(self, plan: WeightsPlan) -> StagedVersion | None:
         """The plan's first version if a configured folder is exactly that."""
@@ -298,75 +369,21 @@ class WeightsClient:
         )
         return await self._on_disk(self._copies.match_local, policy, Path(folder), signed)
 
-    async def _download(self, policy: str, entries: list[FileEntry]) -> int:
-        blobs = await self._on_disk(self._copies.blobs, policy)
-        present = {entry.digest: await self._on_disk(blobs.present, entry) for entry in entries}
-        fetcher = ChunkFetcher(entries, present, window=self._window)
-        inbox: asyncio.Queue[tuple[Chunk, bytes] | None] = asyncio.Queue(_MAX_WAITING_CHUNKS)
-        self._inboxes[policy] = inbox
-        try:
-            fetched_bytes = await self._receive_chunks(fetcher, inbox, blobs)
-        finally:
-            if self._inboxes.get(policy) is inbox:
-                del self._inboxes[policy]
-        for entry in entries:
-            await self._on_disk(blobs.complete, entry)
-        return fetched_bytes
+    async def _download(self, intake: Intake) -> int:
+        if not intake.wanted:
+            return 0
+        blobs = await self._on_disk(self._copies.blobs, intake.policy)
 
-    async def _receive_chunks(
-        self,
-        fetcher: ChunkFetcher,
-        inbox: asyncio.Queue[tuple[Chunk, bytes] | None],
-        blobs: BlobFolder,
-    ) -> int:
-        fetched_bytes = 0
-        progress_s = self._clock.monotonic_s()
-        while not fetcher.done:
-            now = self._clock.monotonic_s()
-            if now - progress_s > STALL_S:
-                raise FetchFailed(f"no chunk arrived for {STALL_S:g} s")
-            wait_s = self._ask(fetcher, now)
-            if fetcher.failed is not None:
-                raise FetchFailed(f"the store cannot give all of it: {fetcher.failed}")
-            try:
-                async with asyncio.timeout(wait_s):
-                    arrival = await inbox.get()
-            except TimeoutError:
-                continue
-            if arrival is None:
-                fetcher.link_cut()
-                continue
-            chunk, data = arrival
-            if not chunk.found:
-                fetcher.chunk_not_found(chunk.digest, chunk.index)
-            elif await self._write(fetcher, blobs, chunk, data):
-                fetched_bytes += len(data)
-                progress_s = self._clock.monotonic_s()
-        return fetched_bytes
+        def keep(accepted: AcceptedChunk) -> None:
+            blobs.write_chunk(accepted.entry, accepted.index, accepted.data)
+            intake.staging.chunk_written(accepted.entry, accepted.index)
 
-    def _ask(self, fetcher: ChunkFetcher, now: float) -> float:
-        """Send what is to be asked for now; returns how long to wait for an answer at most."""
-        try:
-            for request in fetcher.next_requests(now):
-                self._send(request)
-        except LinkError:
-            fetcher.link_cut()
-            return _RETRY_S
-        deadline = fetcher.next_deadline()
-        return _RETRY_S if deadline is None else max(0.0, deadline - now)
+        return await self._downloads.fetch(intake.wanted, intake.present, keep)
 
-    async def _write(
-        self, fetcher: ChunkFetcher, blobs: BlobFolder, chunk: Chunk, data: bytes
-    ) -> bool:
-        """Verify and write a chunk; false when it is of no use. Nobody else uses the fetcher
-        meanwhile: we wait here."""
-        now = self._clock.monotonic_s()
 
-        def take() -> bool:
-            accepted = fetcher.chunk_arrived(chunk.digest, chunk.index, data, now)
-            if accepted is None:
-                return False
-            blobs.write_chunk(accepted.entry, accepted.index, data)
-            return True
-
-        return await asyncio.get_running_loop().run_in_executor(self._writer, take)
+def _brings_snapshot(steps: Sequence[PlanStep]) -> bool:
+    return any(
+        entry.kind == "snapshot" and entry.name in step.files
+        for step in steps
+        for entry in decode_manifest(step.manifest).files
+    )

@@ -17,11 +17,16 @@ _COMMANDS = {
     "run": ("farflow.commands:run_group", "Submit, list, pause, resume and stop runs."),
     "config": ("farflow.commands:config_group", "Check a file, or show it resolved."),
     "keys": ("farflow.commands:keys_group", "Create the keys of a deployment."),
+    "weights": (
+        "farflow.weights_commands:weights_group",
+        "List, show, compare, verify and export weight versions.",
+    ),
     "wire": ("farflow.commands:wire_group", "Look at recorded messages."),
     "doctor": ("farflow.commands:doctor", "Check this installation."),
     "scheduler": ("scheduler.cli:scheduler_group", "The rollout scheduler daemon."),
     "agent": ("edge_agent.cli:agent_group", "The edge agent."),
     "trainer": ("cloud_trainer.cli:trainer_group", "The trainer of one policy."),
+    "relay": ("transport.relay_cli:relay_group", "The relay of a region's agents."),
     "sim": ("sim.cli:sim_group", "Emulated links and simulation."),
 }
 

@@ -226,10 +226,11 @@ def _resolve(
     from farflow.run_file import RUN_TABLES, RunTables, run_spec
     from farflow.up_config import UpConfig, check_workflow, up_config
     from scheduler.config import SchedulerConfig
+    from transport.relay_config import RelayConfig
     from transport.runtime.config import collect, convert
 
     data, origins = collect([file], overrides)
-    kinds: list[type[msgspec.Struct]] = [SchedulerConfig, AgentConfig, TrainerConfig]
+    kinds: list[type[msgspec.Struct]] = [SchedulerConfig, AgentConfig, TrainerConfig, RelayConfig]
     spec = None
     if any(name in data for name in RUN_TABLES):
         spec = run_spec(data, file.resolve().parent)
@@ -273,16 +274,22 @@ def keys_group() -> None:
     default=("operator",),
     show_default=True,
 )
+@click.option("--relay", "relays", multiple=True, metavar="NAME", help="May repeat.")
 def keys_create(
-    folder: Path, agents: tuple[str, ...], trainers: tuple[str, ...], operators: tuple[str, ...]
+    folder: Path,
+    agents: tuple[str, ...],
+    trainers: tuple[str, ...],
+    operators: tuple[str, ...],
+    relays: tuple[str, ...],
 ) -> None:
     """Make the missing keys of a deployment in FOLDER; existing ones are kept.
 
-    Copy to an agent's box: its own NAME.toml, server.public.toml and signers/.
+    Copy to an agent's box: its own NAME.toml, server.public.toml, signers/ and relays/. To a
+    relay's: its own NAME.toml, server.public.toml and authorized/.
     """
     from transport.keys import create_keys
 
-    create_keys(folder, agents=agents, trainers=trainers, operators=operators)
+    create_keys(folder, agents=agents, trainers=trainers, operators=operators, relays=relays)
     click.echo(f"keys in {folder}")
 
 

@@ -8,22 +8,26 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from cloud_trainer.config import TrainerTable
+from cloud_trainer.config import PublicationTable, TrainerTable
 from cloud_trainer.numpy_trainer import NumpySettings
 from cloud_trainer.torch_trainer import TorchSettings
 from edge_agent.config import AgentTable, FakeEngineTable
 from farflow.run_file import RunTable
 from farflow.up_config import LocalTable
 from scheduler.config import SchedulerTable
+from transport.relay_config import RelayTable
 from transport.runs import EvaluationSpec, PolicySpec, TaskSpec, WorkflowSpec
-from transport.runtime.settings import LogConfig, TransportConfig
+from transport.runtime.settings import LogConfig, RelayAddress, TransportConfig
 
 DEPLOYMENT: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("transport", TransportConfig),
+    ("transport.relays", RelayAddress),
     ("scheduler", SchedulerTable),
     ("agent", AgentTable),
     ("agent.fake", FakeEngineTable),
     ("trainer", TrainerTable),
+    ("trainer.publication", PublicationTable),
+    ("relay", RelayTable),
     ("log", LogConfig),
     ("local", LocalTable),
 )
@@ -96,6 +100,9 @@ def _type(kind: Any) -> str:
     origin = get_origin(kind)
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in get_args(kind))
+    element = get_args(kind)[0] if origin is tuple else None
+    if isinstance(element, type) and issubclass(element, msgspec.Struct):
+        return f"list of tables `{element.__name__}`"
     if origin is not None:
         return str(kind).replace("typing.", "").replace(" | ", " or ")
     name = getattr(kind, "__name__", str(kind))

@@ -1,15 +1,18 @@
 """Settings of the scheduler daemon: its table ``[scheduler]`` and the shared ones."""
 
+import ipaddress
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from transport.runtime.settings import Bytes, Count, DaemonConfig, PositiveSeconds, Seconds
+from transport.runtime.settings import Bytes, Count, DaemonConfig, Port, PositiveSeconds, Seconds
 
 
 class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[scheduler]``. ``durability`` says what an acknowledged row survives."""
+    """``[scheduler]``. ``durability`` says what an acknowledged row survives. The last
+    ``keep_versions`` of each policy are kept, and for agents that lag further behind up to
+    ``keep_versions_max``; ``composite_cpu_share`` of one core goes into shortcuts for them."""
 
     folder: str = "scheduler"
     placement: Literal[
@@ -29,11 +32,22 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_queued_jobs: Count = 100_000
     cumulative_every_versions: Count = 16
     keep_versions: Count = 64
+    keep_versions_max: Count = 256
+    composite_cpu_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
     trajectory_segment_bytes: Bytes = 64 * 2**20
     trajectory_disk_bytes: Bytes = 64 * 2**30
+    weights_http_host: str = "127.0.0.1"
+    weights_http_port: Port = 0
+    weights_http_certificate: str = ""
+    weights_http_key: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for times that contradict each other."""
+        """Raises ValueError for settings that contradict each other."""
+        if self.keep_versions_max < self.keep_versions:
+            raise ValueError(
+                f"keep_versions_max = {self.keep_versions_max} is less than keep_versions ="
+                f" {self.keep_versions}; raise the first or lower the second"
+            )
         least_s = 2 * self.heartbeat_s
         for key, value_s in (("lost_after_s", self.lost_after_s), ("lease_s", self.lease_s)):
             if value_s < least_s:
@@ -42,6 +56,24 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f" {self.heartbeat_s:g}), so that one late message costs work; raise {key} to"
                     f" {least_s:g} or more, or lower heartbeat_s"
                 )
+        if bool(self.weights_http_certificate) != bool(self.weights_http_key):
+            raise ValueError(
+                "weights_http_certificate and weights_http_key belong together; set both or none"
+            )
+        plain = self.weights_http_port and not self.weights_http_certificate
+        if plain and not _is_loopback(self.weights_http_host):
+            raise ValueError(
+                f"weights_http_host = {self.weights_http_host} is reached from other machines, and"
+                " without TLS they would send the token in the clear; set weights_http_certificate"
+                " and weights_http_key, or weights_http_host = 127.0.0.1"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name: where it leads is not ours to say
 
 
 class SchedulerConfig(DaemonConfig, frozen=True, kw_only=True):

@@ -13,7 +13,6 @@ import msgspec
 import structlog
 
 from scheduler.core.events import Event, FromAgent, FromOperator, FromService, FromTrainer
-from scheduler.plane_hub import Arrival, PlaneHub
 from transport.envelope import CONTROL_FRAME_BYTES
 from transport.messages import (
     Goodbye,
@@ -24,6 +23,7 @@ from transport.messages import (
     Role,
     StatusReply,
 )
+from transport.plane_hub import Arrival, PlaneHub
 from transport.status import SchedulerStatus
 
 MAX_REQUESTS: Final = 10_000

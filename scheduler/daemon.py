@@ -36,7 +36,6 @@ from scheduler.core.settings import CoreSettings
 from scheduler.decider import Decider
 from scheduler.event_log import EventLog, EventLogStart
 from scheduler.metrics_file import MetricsFiles
-from scheduler.plane_hub import PlaneHub
 from scheduler.service import Worker
 from scheduler.service_main import with_system
 from scheduler.store import Row, SchedulerStore
@@ -44,6 +43,7 @@ from scheduler.task_runner import TaskRunner
 from transport.errors import FarflowError
 from transport.links import Network
 from transport.messages import Plane
+from transport.plane_hub import PlaneHub
 from transport.runtime.clock import Clock
 from transport.runtime.daemon_cli import EXIT_FAILED
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self, TypeVar
 
-from scheduler.plane_hub import reachable
 from transport.envelope import LIMITS, decode, encode
 from transport.errors import FarflowError, PeerUnreachable, ProtocolError
 from transport.keys import KeyPair, load_server_key
@@ -25,6 +24,7 @@ from transport.messages import (
     StatusReply,
     StatusRequest,
 )
+from transport.plane_hub import reachable
 from transport.plane_links import link_options
 from transport.runs import RunSpec
 from transport.runtime.settings import TransportConfig

@@ -19,11 +19,11 @@ import structlog
 from scheduler.build import build_id
 from scheduler.config import SchedulerConfig
 from scheduler.control_link import ControlLink
-from scheduler.plane_hub import Arrival, PlaneHub, reachable, server_key
 from transport.errors import StoreError
 from transport.keys import KeyPair
 from transport.links import Network
 from transport.messages import Message, Plane
+from transport.plane_hub import Arrival, PlaneHub, reachable, server_key
 from transport.plane_links import link_options
 from transport.runtime.clock import Clock
 from transport.runtime.files import (

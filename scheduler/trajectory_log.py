@@ -22,13 +22,12 @@ import msgspec
 import structlog
 
 from scheduler.config import SchedulerConfig
-from scheduler.fair_sender import FairSender
-from scheduler.plane_hub import Arrival
 from scheduler.segments import BodyStore, Outcome
 from scheduler.service import Surroundings, Worker, run_service
 from scheduler.service_main import service_command
 from transport.envelope import encode
 from transport.errors import LocalProtocolError
+from transport.fair_sender import FairSender
 from transport.links import Network
 from transport.messages import (
     MAX_ID_LENGTH,
@@ -45,6 +44,7 @@ from transport.messages import (
     TrajectoryPut,
     TrajectoryRefused,
 )
+from transport.plane_hub import Arrival
 from transport.runtime.clock import Clock
 from transport.trajectory import body_digest, summary_fault
 

@@ -17,10 +17,11 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
-from scheduler.plane_hub import PlaneHub
 from scheduler.service import Worker
 from scheduler.weight_versions import WeightVersions
-from transport.chunks import MAX_WINDOW_BYTES, ChunkFetcher, DeliveryWindow
+from transport.chunk_parts import ChunkSource
+from transport.chunks import ChunkFetcher
+from transport.delivery_window import MAX_WINDOW_BYTES, DeliveryWindow
 from transport.errors import (
     AuthenticationFailed,
     ConfigError,
@@ -31,6 +32,7 @@ from transport.errors import (
 )
 from transport.keys import SignerKey, load_signers
 from transport.messages import MAX_COUNT, Chunk, VersionDurable, VersionOffer, VersionRejected
+from transport.plane_hub import PlaneHub
 from transport.runtime.clock import Clock
 from transport.weights.blobs import BlobFolder
 from transport.weights.manifest import (
@@ -45,6 +47,9 @@ ABANDON_S: Final = 10.0
 
 MAX_QUEUED_BYTES: Final = 2 * MAX_WINDOW_BYTES
 """Chunks of one policy that wait for the disk; more than was asked for is dropped."""
+
+TRAINER: Final = "trainer"
+"""The one source of an upload."""
 
 SIGNERS_S: Final = 1.0
 """Shortest time between two looks at the signers' folder."""
@@ -258,13 +263,13 @@ class Intake:
         blobs = await self._library.run(self._versions.blobs, manifest.policy)
         present = await self._disk.run(_present, blobs, manifest)
         window = self._windows.setdefault(manifest.policy, DeliveryWindow())
-        fetcher = ChunkFetcher(manifest.files, present, window=window)
+        fetcher = ChunkFetcher(manifest.files, present, sources=[ChunkSource(TRAINER, window)])
         while not fetcher.done:
             if upload.relinked:
-                fetcher.link_cut()
+                fetcher.source_up(TRAINER)
                 upload.relinked = False
             now = self._clock.monotonic_s()
-            for request in fetcher.next_requests(now):
+            for _, request in fetcher.next_requests(now):
                 self._hub.send(upload.route, request)
             if fetcher.failed is not None:
                 _log.warning("version.not_fetched", policy=manifest.policy, code=fetcher.failed)
@@ -298,12 +303,14 @@ def _take(
 ) -> None:
     """In the disk's thread: verify a chunk, write it, and complete its file."""
     if not chunk.found:
-        fetcher.chunk_not_found(chunk.digest, chunk.index)
+        fetcher.chunk_not_found(TRAINER, chunk.digest, chunk.index, chunk.part_bytes)
         return
-    accepted = fetcher.chunk_arrived(chunk.digest, chunk.index, data, clock.monotonic_s())
+    accepted = fetcher.chunk_arrived(
+        TRAINER, chunk.digest, chunk.index, chunk.part_bytes, data, clock.monotonic_s()
+    )
     if accepted is None:
         return
-    blobs.write_chunk(accepted.entry, accepted.index, data)
+    blobs.write_chunk(accepted.entry, accepted.index, accepted.data)
     if accepted.file_complete:
         try:
             blobs.complete(accepted.entry)

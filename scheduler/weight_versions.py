@@ -5,82 +5,42 @@ its delta was applied to the store's own copy of the parent and gave the promise
 weights are finite; its manifest is written last. Numbers are never reused: manifests, a few
 kilobytes each, stay for the life of the run even when the files are gone, and are the version
 tree. Every retained version can be served to an agent that has nothing. A file that turns out
-damaged is no longer offered.
+damaged is no longer offered; what the store made itself it then makes again.
 
-    FOLDER/POLICY/manifests/NUMBER    signed by the trainer
-    FOLDER/POLICY/snapshots/NUMBER    full weights of a version that this store made, unsigned:
-                                      the version's own manifest proves what they add up to
-    FOLDER/POLICY/blobs/SHA256        files of both; SHA256.part is still coming in
+Layout of ``FOLDER/POLICY``: ``scheduler.weight_policy``. What is made beside the trainer's deltas
+and when: ``scheduler.weight_upkeep``.
 
-Belongs to one thread; only ``read_chunk`` may be called beside it by another. Costs: the head's
-weights in memory (the first version's are mapped), and on disk the deltas of the retained versions
-beside at most about three snapshots.
+Belongs to one thread; beside it another may call ``read_chunk``, and a third may perform the jobs
+of ``next_job`` (``scheduler.weight_composites``), one at a time and never beside ``maintain``.
+Costs in memory for each policy: the head's weights, changed in place when a version is added (the
+first version's are mapped); while another version is wanted (export, a branch of the tree) a second
+copy, and while a job runs what that says. On disk: the deltas of the retained versions, at most
+about three snapshots, and composites no larger than one model.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-import msgspec
-
+from scheduler.weight_composites import CompositeJob, Job, write_snapshot
+from scheduler.weight_jobs import adopt, next_bridge_job, next_job, step_bytes
+from scheduler.weight_policy import PolicyVersions, WalkFailed, walk, walked_files
+from scheduler.weight_retention import drop_damaged, retain
+from scheduler.weight_upkeep import Asked, kept_versions
 from transport.errors import ChecksumMismatch, IntegrityError, StoreError, TruncatedBlob
-from transport.messages import PlanStep, WeightsPlan
+from transport.messages import WeightsPlan
 from transport.weights.blobs import BlobFolder, disk_errors
-from transport.weights.digest import first_non_finite
-from transport.weights.folder import snapshot_files, write_model_folder
-from transport.weights.manifest import (
-    FileEntry,
-    SignedManifest,
-    Signer,
-    VersionManifest,
-    verify,
-)
-from transport.weights.manifest_folder import ManifestFolder, StoredManifest
-from transport.weights.plan import Route, cheapest_route, check_successor
-from transport.weights.state import WeightState, advanced, state_of_snapshot
+from transport.weights.delta_file import decode_delta
+from transport.weights.digest import first_non_finite, full_digest
+from transport.weights.folder import write_model_folder
+from transport.weights.manifest import FileEntry, SignedManifest, Signer, VersionManifest, verify
+from transport.weights.plan import UNKNOWN_SPEED, LinkSpeed, check_successor
+from transport.weights.state import WeightArena
 from transport.weights.tensors import Buffer, TensorBytes
 
-SNAPSHOT_EVERY = 16
+CUMULATIVE_EVERY = 16
 KEEP_VERSIONS = 64
-
-
-@dataclass(slots=True)
-class _Policy:
-    name: str
-    manifests: ManifestFolder
-    snapshot_manifests: ManifestFolder
-    blobs: BlobFolder
-    versions: dict[int, StoredManifest] = field(default_factory=dict)  # rising numbers
-    snapshots: dict[int, StoredManifest] = field(default_factory=dict)
-    parents: dict[int, int | None] = field(default_factory=dict)
-    damaged: set[str] = field(default_factory=set)
-    head: WeightState | None = None
-
-    @property
-    def root(self) -> StoredManifest:
-        return self.versions[min(self.versions)]
-
-    def _size_bytes(self, entries: Collection[FileEntry]) -> int | None:
-        """Size of files that can all be served, None when one cannot or there are none."""
-        intact = all(e.digest not in self.damaged and self.blobs.has(e.digest) for e in entries)
-        return sum(entry.size_bytes for entry in entries) if entries and intact else None
-
-    def route(
-        self, target: int, *, have: int | None = None, anchors: Collection[int] | None = None
-    ) -> Route | None:
-        """Cheapest way over files that can be served; ``anchors`` limits the snapshots used."""
-
-        def delta_bytes(version: int) -> int | None:
-            return self._size_bytes(self.versions[version].manifest.of_kind("delta"))
-
-        def snapshot_bytes(version: int) -> int | None:
-            stored = self.snapshots.get(version)
-            if stored is None or (anchors is not None and version not in anchors):
-                return None
-            return self._size_bytes(stored.manifest.of_kind("snapshot"))
-
-        return cheapest_route(self.parents, delta_bytes, snapshot_bytes, have=have, target=target)
+KEEP_VERSIONS_MAX = 256
 
 
 class WeightVersions:
@@ -94,18 +54,24 @@ class WeightVersions:
         folder: Path,
         *,
         trusted: Mapping[str, Signer],
-        snapshot_every: int = SNAPSHOT_EVERY,
+        cumulative_every: int = CUMULATIVE_EVERY,
         keep_versions: int = KEEP_VERSIONS,
+        keep_versions_max: int = KEEP_VERSIONS_MAX,
+        threads: int = 1,
     ) -> None:
-        """Load what is on disk. Raises StoreError when the folder cannot be used."""
+        """Load what is on disk; ``threads`` help with large models. Raises StoreError when the
+        folder cannot be used."""
         self._folder = folder
         self._trusted = trusted
-        self._snapshot_every = snapshot_every
+        self._cumulative_every = cumulative_every
         self._keep_versions = keep_versions
-        self._policies: dict[str, _Policy] = {}
-        self._files: dict[str, tuple[_Policy, FileEntry]] = {}
+        self._keep_versions_max = keep_versions_max
+        self._threads = threads
+        self._policies: dict[str, PolicyVersions] = {}
         self.warnings: list[str] = []
         """What was found damaged, for the caller to log and clear."""
+        self.suspects: set[str] = set()
+        """Policies in which something was found damaged, for the caller to look after and clear."""
         with disk_errors(f"opening {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             names = sorted(unquote(path.name) for path in folder.iterdir() if path.is_dir())
@@ -125,7 +91,7 @@ class WeightVersions:
     def head(self, policy: str) -> VersionManifest | None:
         """The newest version: the one with the highest number."""
         known = self._policies.get(policy)
-        return known.versions[max(known.versions)].manifest if known and known.versions else None
+        return known.versions[known.newest].manifest if known and known.versions else None
 
     def blobs(self, policy: str) -> BlobFolder:
         """Where the files of an offered version are to be written, chunk by chunk. Makes the
@@ -148,34 +114,28 @@ class WeightVersions:
             StoreError: the disk refused, or the parent is no longer kept; nothing was added.
         """
         manifest = verify(signed, self._trusted)
-        policy = self._open(manifest.policy)
-        known = policy.versions.get(manifest.version)
+        p = self._open(manifest.policy)
+        known = p.versions.get(manifest.version)
         if known is not None and known.manifest.digest == manifest.digest:
             return known.manifest
-        check_successor(manifest, policy.versions)
-        parent = None if manifest.parent is None else self._state(policy, manifest.parent)
+        check_successor(manifest, p.versions)
+        if manifest.parent is not None and (p.head is None or p.head.version != manifest.parent):
+            p.head = self._built(p, manifest.parent)
         try:
             for entry in manifest.files:
                 if files and entry.name in files:
-                    policy.blobs.put(entry.digest, (files[entry.name],))
-                elif not policy.blobs.has(entry.digest):
+                    p.blobs.put(entry.digest, (files[entry.name],))
+                elif not p.blobs.has(entry.digest):
                     raise TruncatedBlob(f"{entry.name} of version {manifest.version} is missing")
-            if parent is None:
-                state = state_of_snapshot(policy.blobs, manifest)
-                changed: Mapping[str, TensorBytes] = state.tensors
+            if p.head is None:
+                p.head = self._first(p, signed, manifest)
             else:
-                state, changed = advanced(parent, policy.blobs, manifest)
-            name = first_non_finite(changed)
-            if name is not None:
-                raise IntegrityError(f"version {manifest.version}: {name!r} is not finite")
+                self._advance(p, p.head, signed, manifest)
         except IntegrityError:
             for entry in manifest.files:
-                if entry.digest not in self._files:
-                    policy.blobs.remove(entry.digest)
+                if entry.digest not in p.files:
+                    p.blobs.remove(entry.digest)
             raise
-        policy.manifests.write(manifest.version, signed)
-        self._register(policy, StoredManifest(manifest, signed))
-        policy.head = state
         return manifest
 
     # ---- giving versions --------------------------------------------------------------------
@@ -186,9 +146,12 @@ class WeightVersions:
         have_version: int | None = None,
         have_digest: str = "",
         upto: int | None = None,
+        *,
+        link: LinkSpeed = UNKNOWN_SPEED,
     ) -> WeightsPlan | None:
         """The cheapest way from what an agent has to the newest version, or to version ``upto``
-        where that exists. None when there is nothing to send.
+        where that exists; the quickest one where ``link`` is known. None when there is nothing to
+        send.
 
         Raises:
             StoreError: that version never existed, is no longer kept, or is damaged.
@@ -196,54 +159,51 @@ class WeightVersions:
         p = self._policies.get(policy)
         if p is None or not p.versions:
             return None
-        head = max(p.versions)
-        target = head if upto is None or upto > head else upto
+        target = p.newest if upto is None or upto > p.newest else upto
         held = None if have_version is None else p.versions.get(have_version)
         have = have_version if held and held.manifest.digest == have_digest else None
         if have == target:
             return None
-        route = p.route(target, have=have)
-        if route is None and target == head and p.head is not None and p.head.version == head:
-            self._materialise(p, p.head)
-            route = p.route(target, have=have)
+        cells = p.root.manifest.full_bytes // 2  # weights of two bytes, or a guess that will do
+        route = p.route(target, have=have, step_bytes=link.step_bytes(cells))
         if route is None:
             raise StoreError(f"version {target} of {policy} is unknown, not kept or damaged")
-        steps: list[PlanStep] = []
-        if route.from_snapshot:
-            start, artefacts = p.snapshots[route.start], p.root.manifest.of_kind("artefact")
-            shards = start.manifest.of_kind("snapshot")
-            if start is p.root:
-                steps.append(start.step((*artefacts, *shards)))
-            else:
-                steps.extend([p.root.step(artefacts)] if artefacts else [])
-                steps.append(p.versions[route.start].step(()))
-                steps.append(start.step(shards))
-        chain = (p.versions[number] for number in route.deltas)
-        steps.extend(stored.step(stored.manifest.of_kind("delta")) for stored in chain)
-        return WeightsPlan(policy=policy, version=target, steps=tuple(steps))
+        return WeightsPlan(policy=policy, version=target, steps=p.steps(route))
+
+    def chunk_bytes(self, digest: str) -> int | None:
+        """Size of the chunks of a file of any policy, None for a file that is not here."""
+        for p in list(self._policies.values()):
+            entry = p.files.get(digest)
+            if entry is not None:
+                return entry.chunk_bytes
+        return None
+
+    def is_damaged(self, digest: str) -> bool:
+        """Whether a file is known not to be what its digest says; any thread may ask."""
+        return any(digest in p.damaged for p in list(self._policies.values()))
 
     def read_chunk(self, digest: str, index: int) -> bytes | None:
         """One verified chunk of a file of any policy; None when it cannot be had (never known,
         no longer kept, or damaged: the file is then not offered again)."""
-        known = self._files.get(digest)
-        if known is None:
-            return None
-        policy, entry = known
-        try:
-            return policy.blobs.read_chunk(entry, index)
-        except TruncatedBlob:
-            return None
-        except (ChecksumMismatch, StoreError) as error:
-            self._mark_damaged(policy, (entry,), error)
-            return None
+        for p in list(self._policies.values()):
+            entry = p.files.get(digest)
+            if entry is None or digest in p.damaged:
+                continue
+            try:
+                return p.blobs.read_chunk(entry, index)
+            except TruncatedBlob:
+                continue
+            except (ChecksumMismatch, StoreError) as error:
+                self._damaged(p, (entry,), error)
+        return None
 
     def reconstruct(self, policy: str, version: int) -> dict[str, TensorBytes]:
-        """Weights of any retained version, verified.
+        """Weights of any retained version, verified; a copy of its own.
 
         Raises:
             StoreError: no such version, no longer kept, or damaged.
         """
-        return dict(self._state(self._known(policy), version).tensors)
+        return dict(self._built(self._known(policy), version).tensors)
 
     def export(self, policy: str, version: int, folder: Path) -> None:
         """Write a version as a new Hugging Face model folder, in one step.
@@ -252,141 +212,154 @@ class WeightVersions:
             StoreError: as ``reconstruct``; the folder exists; the disk refused.
         """
         p = self._known(policy)
-        state = self._state(p, version)
+        arena = p.head
+        if arena is None or arena.version != version:
+            arena = self._built(p, version)
         entries = p.root.manifest.of_kind("artefact")
         artefacts = {entry.name: p.blobs.data(entry.digest) for entry in entries}
-        write_model_folder(folder, state.tensors, artefacts)
+        write_model_folder(folder, arena.tensors, artefacts)
+
+    # ---- making more ways -------------------------------------------------------------------
+
+    def next_job(
+        self, policy: str, asked: Iterable[Asked] = (), *, composites: bool = True
+    ) -> Job | None:
+        """What is to be made next for the newest version's lineage, None when nothing is; not
+        twice the same after ``adopt``. ``asked`` is what agents asked for lately; with
+        ``composites`` false only what is made in any case. Raises StoreError for an unknown policy.
+        """
+        p = self._known(policy)
+        return next_job(p, list(asked), every=self._cumulative_every, composites=composites)
+
+    def awaits_bridge(
+        self, policy: str, have_version: int | None, have_digest: str, upto: int | None = None
+    ) -> bool:
+        """Whether an agent holds a version that was left behind (rollback), wants the newest one,
+        and ``next_job`` will make a bridge for it once it is known to have asked."""
+        p = self._policies.get(policy)
+        if p is None or have_version is None or (upto is not None and upto < p.newest):
+            return False
+        held = p.versions.get(have_version)
+        if held is None or held.manifest.digest != have_digest:
+            return False
+        return next_bridge_job(p, [Asked(have_version, p.newest)]) is not None
+
+    def adopt(self, made: VersionManifest) -> bool:
+        """Offer what a job made, where it pays. Whether it does.
+
+        Raises:
+            StoreError: the disk refused, or the policy is unknown.
+        """
+        return adopt(self._known(made.policy), made)
+
+    def job_failed(self, policy: str, job: Job, error: Exception) -> None:
+        """What a job found damaged is offered no more; a composite that failed otherwise is not
+        tried again."""
+        p = self._known(policy)
+        if isinstance(error, WalkFailed):
+            self._damaged(p, walked_files(error.manifest), error)
+        elif isinstance(job, CompositeJob):
+            p.unpaying.add((job.base.version, job.version.version))
 
     # ---- upkeep -----------------------------------------------------------------------------
 
     def maintain(
-        self, policy: str, *, min_acked: int | None = None, uploading: Collection[str] = ()
+        self, policy: str, *, acked: Collection[int] = (), uploading: Collection[str] = ()
     ) -> int:
-        """Materialise a snapshot where the way to the head has grown long, and remove the files
-        that no retained version needs; returns how many were removed.
+        """Forget what is damaged and can be made again, write the head down when no other way
+        leads to it, and remove the files that no retained version needs; how many were removed.
 
-        Retained: the first version, the last ``keep_versions`` and all from ``min_acked`` (the
-        oldest version that a living agent holds) on. ``uploading`` are digests of files that are
-        coming in. May write a whole model: call it while nobody waits.
+        Retained: the first version, the last ``keep_versions`` and all from the oldest in
+        ``acked`` (what living agents hold) on, within ``keep_versions_max``. ``uploading`` are
+        digests of files that are coming in.
 
         Raises:
             StoreError: the disk refused; nothing is lost, call again.
         """
         p = self._known(policy)
-        numbers = sorted(p.versions)
-        route = p.route(numbers[-1])
-        if route is None or len(route.deltas) >= self._snapshot_every:
-            self._materialise(p, self._state(p, numbers[-1]))
-        kept = numbers[-self._keep_versions :]
-        if min_acked is not None:
-            kept = [number for number in numbers if number >= min(min_acked, kept[0])]
-        anchors = self._anchors(p, kept)
-        needed: set[int] = set()
-        for number in kept:
-            route = p.route(number, anchors=anchors) or p.route(number)
-            needed.add(number)
-            if route is not None:
-                anchors.add(route.start)
-                needed.update(route.deltas)
-        keep = {*uploading, *(entry.digest for entry in p.root.manifest.files)}
-        for number in needed:
-            keep.update(e.digest for e in p.versions[number].manifest.of_kind("delta"))
-        for number in sorted(p.snapshots):
-            if number in anchors or number == numbers[0]:
-                keep.update(e.digest for e in p.snapshots[number].manifest.of_kind("snapshot"))
-            else:
-                p.snapshot_manifests.remove(number)
-                del p.snapshots[number]
-        for digest in [d for d, (owner, _) in self._files.items() if owner is p and d not in keep]:
-            del self._files[digest]
-        return p.blobs.sweep(keep)
+        self._rescan(p)
+        drop_damaged(p)
+        if p.route(p.newest) is None and p.head is not None and p.head.version == p.newest:
+            newest = p.versions[p.newest].manifest
+            p.add_catalogue(write_snapshot(p.blobs, p.head.tensors, newest))
+        kept = kept_versions(
+            list(p.versions), acked, keep=self._keep_versions, keep_max=self._keep_versions_max
+        )
+        return retain(p, kept, anchors_apart=self._keep_versions, also=uploading)
 
-    def _anchors(self, p: _Policy, kept: list[int]) -> set[int]:
-        """Snapshots to keep beside the first version's: the newest, the one that the oldest
-        retained version starts from, and between them one every ``keep_versions``. More would
-        save a joiner a few deltas and cost a whole model on disk each."""
-        routes = (p.route(kept[0]), p.route(kept[-1]))
-        starts = [route.start for route in routes if route is not None]
-        anchors = set(starts)
-        last = min(starts, default=0)
-        for number in sorted(p.snapshots):
-            if number - last >= self._keep_versions:
-                anchors.add(number)
-                last = number
-        return anchors
+    def _rescan(self, p: PolicyVersions) -> None:
+        """Read all of the head's weights now and then: memory fails too."""
+        head = p.head
+        if head is None or head.version < p.rescanned + self._cumulative_every:
+            return
+        if head.rescan().hex == head.digests.hex:
+            p.rescanned = head.version
+            return
+        self.warnings.append(f"{p.name}: the weights of {head.version} in memory were damaged")
+        p.head = None  # the next version builds it again from the files
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _known(self, name: str) -> _Policy:
+    def _known(self, name: str) -> PolicyVersions:
         policy = self._policies.get(name)
         if policy is None or not policy.versions:
             raise StoreError(f"no version of {name} is stored; known: {self.policies()}")
         return policy
 
-    def _open(self, name: str) -> _Policy:
+    def _open(self, name: str) -> PolicyVersions:
         if name not in self._policies:
-            folder = self._folder / quote(name, safe="").replace(".", "%2E")
-            policy = self._policies[name] = _Policy(
-                name,
-                ManifestFolder(folder / "manifests"),
-                ManifestFolder(folder / "snapshots"),
-                BlobFolder(folder / "blobs"),
-            )
-            for source in (policy.manifests, policy.snapshot_manifests):
-                found, problems = source.load()
-                self.warnings.extend(problems)
-                for stored in found:
-                    self._register(policy, stored, snapshot=source is policy.snapshot_manifests)
+            policy = PolicyVersions(name, self._folder / quote(name, safe="").replace(".", "%2E"))
+            self.warnings.extend(policy.problems)
+            self._policies[name] = policy
         return self._policies[name]
 
-    def _register(self, policy: _Policy, stored: StoredManifest, *, snapshot: bool = False) -> None:
-        number = stored.manifest.version
-        if not snapshot:
-            policy.versions[number] = stored
-            policy.parents[number] = stored.manifest.parent
-        if snapshot or stored.manifest.parent is None:
-            policy.snapshots[number] = stored
-        for entry in stored.manifest.files:
-            policy.damaged.discard(entry.digest)
-            self._files[entry.digest] = (policy, entry)
+    def _damaged(self, p: PolicyVersions, entries: Collection[FileEntry], error: Exception) -> None:
+        p.mark_damaged(entries)
+        self.suspects.add(p.name)
+        self.warnings.append(f"{p.name}: a file is no longer served: {error}")
 
-    def _mark_damaged(
-        self, policy: _Policy, entries: Collection[FileEntry], error: Exception
-    ) -> None:
-        policy.damaged.update(entry.digest for entry in entries)
-        self.warnings.append(f"{policy.name}: a file is no longer served: {error}")
-
-    def _state(self, policy: _Policy, version: int) -> WeightState:
-        """Weights of a version over whatever files are intact; damaged ones are marked."""
-        held = policy.head
-        if held is not None and held.version == version:
-            return held
-        have = None if held is None else held.version
-        while (route := policy.route(version, have=have)) is not None:
-            at = policy.snapshots.get(route.start, policy.versions[route.start]).manifest
+    def _built(self, p: PolicyVersions, version: int) -> WeightArena:
+        """A new arena of a version over whatever files are intact; damaged ones are marked."""
+        while (route := p.route(version, step_bytes=step_bytes(p))) is not None:
             try:
-                state = held
-                if state is None or route.from_snapshot:
-                    state = state_of_snapshot(policy.blobs, at)
-                for at in (policy.versions[number].manifest for number in route.deltas):
-                    state, _ = advanced(state, policy.blobs, at)
-            except (IntegrityError, StoreError) as error:
+                return walk(None, p.blobs, p.hops(route), threads=self._threads)
+            except WalkFailed as error:
                 # Each turn marks files that the next route avoids, so this ends.
-                self._mark_damaged(policy, at.files, error)
-                continue
-            if version == max(policy.versions):
-                policy.head = state
-            return state
-        raise StoreError(f"version {version} of {policy.name} is unknown, not kept or damaged")
+                self._damaged(p, walked_files(error.manifest), error)
+        raise StoreError(f"version {version} of {p.name} is unknown, not kept or damaged")
 
-    def _materialise(self, policy: _Policy, state: WeightState) -> None:
-        entries = tuple(
-            policy.blobs.store(name, "snapshot", parts)
-            for name, parts in snapshot_files(state.tensors).items()
+    def _first(
+        self, p: PolicyVersions, signed: SignedManifest, manifest: VersionManifest
+    ) -> WeightArena:
+        arena = WeightArena.from_snapshot(p.blobs, manifest, threads=self._threads)
+        name = first_non_finite(arena.tensors)
+        if name is not None:
+            raise IntegrityError(f"version {manifest.version}: {name!r} is not finite")
+        p.add(signed, manifest)
+        return arena
+
+    def _advance(
+        self,
+        p: PolicyVersions,
+        arena: WeightArena,
+        signed: SignedManifest,
+        manifest: VersionManifest,
+    ) -> None:
+        (entry,) = manifest.files
+        decoded = decode_delta(
+            arena, p.blobs.data(entry.digest), manifest, entry, threads=self._threads, finite=True
         )
-        version = policy.versions[state.version].manifest
-        manifest = msgspec.structs.replace(version, files=entries)
-        data = msgspec.msgpack.encode(manifest)
-        signed = SignedManifest(manifest=data, signature=b"", key_id="")
-        policy.snapshot_manifests.write(state.version, signed)
-        self._register(policy, StoredManifest(manifest, signed), snapshot=True)
+        undo = arena.apply(decoded.patch, manifest.version, decoded.digests)
+        try:
+            promised = manifest.full_digest
+            if promised is not None and promised != full_digest(
+                arena.tensors, threads=self._threads
+            ):
+                raise ChecksumMismatch(
+                    f"version {manifest.version} of {manifest.policy}: the weights have another"
+                    " full digest than the manifest says"
+                )
+            p.add(signed, manifest)
+        except BaseException:
+            arena.undo(undo)
+            raise

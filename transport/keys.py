@@ -8,10 +8,11 @@ One folder holds a deployment's keys (``create_keys``); a machine gets only its 
 
     server.toml                 secret  the key of every hub; role scheduler
     server.public.toml          public  what everybody who connects must know
-    NAME.toml                   secret  one per agent, trainer, service and operator
+    NAME.toml                   secret  one per agent, trainer, service, relay and operator
     signing/NAME.toml           secret  Ed25519, signs the weight manifests of one policy
     authorized/NAME.toml        public  who may connect
     signers/NAME.toml           public  whose manifests are believed
+    relays/NAME.toml            public  what an agent must know to ask a relay
 
 CURVE keys are 40 characters of z85 (RFC 32), Ed25519 keys 64 hexadecimal digits.
 """
@@ -194,6 +195,7 @@ class DeploymentKeys(NamedTuple):
     agents: dict[str, KeyPair]
     trainers: dict[str, KeyPair]
     signers: dict[str, SigningKey]
+    relays: dict[str, KeyPair]
 
 
 def create_keys(
@@ -203,6 +205,7 @@ def create_keys(
     trainers: Iterable[str] = (),
     operators: Iterable[str] = ("operator",),
     viewers: Iterable[str] = (),
+    relays: Iterable[str] = (),
 ) -> DeploymentKeys:
     """Make what is missing of a deployment's keys in ``folder`` and return the named ones.
 
@@ -213,7 +216,7 @@ def create_keys(
         ConfigError: a bad name, a file that does not load, or one of another role or policy.
     """
     make_folder(folder, 0o700)
-    for public_folder in ("authorized", "signers"):
+    for public_folder in ("authorized", "signers", "relays"):
         make_folder(folder / public_folder, 0o755)
     make_folder(folder / "signing", 0o700)
     server = _ensure(folder, "server", Role.SCHEDULER, public_path=folder / "server.public.toml")
@@ -231,6 +234,7 @@ def create_keys(
         signers={
             policy: _ensure_signer(folder, name, policy) for policy, name in trainer_names.items()
         },
+        relays={name: _ensure_relay(folder, name) for name in relays},
     )
 
 
@@ -246,6 +250,19 @@ def load_server_key(folder: Path) -> str:
         ConfigError: there is none.
     """
     return load_toml(folder / "server.public.toml", PublicKey).public_key
+
+
+def load_relay_key(folder: Path, name: str) -> str:
+    """The public key of a relay of the deployment whose keys are in ``folder``.
+
+    Raises:
+        ConfigError: there is none, or it is not a relay's.
+    """
+    path = folder / "relays" / f"{name}.toml"
+    public = load_toml(path, PublicKey)
+    if public.role is not Role.RELAY:
+        raise ConfigError(f"{path}: is the key of a {public.role.value}, not of a relay")
+    return public.public_key
 
 
 def load_signers(folder: Path) -> dict[str, SignerKey]:
@@ -283,6 +300,14 @@ def _ensure(
     public_path = public_path or folder / "authorized" / f"{name}.toml"
     if not public_path.exists():
         write_new(public_path, to_toml(pair.public), mode=0o644)
+    return pair
+
+
+def _ensure_relay(folder: Path, name: str) -> KeyPair:
+    pair = _ensure(folder, name, Role.RELAY)
+    path = folder / "relays" / f"{name}.toml"
+    if not path.exists():
+        write_new(path, to_toml(pair.public), mode=0o644)
     return pair
 
 

@@ -4,6 +4,9 @@ What always holds: what is not written here is forbidden; every message type of 
 on at least one plane (tested). The hub of a plane checks each message of a peer against the role
 of the peer's key; a peer checks what it hears against the hub's role, ``HUB_ROLE[plane]``.
 
+A relay's hub has a table of its own, ``AT_RELAY``: what it may say to agents it must not say to the
+weight store.
+
 Being allowed to send a kind is not being allowed to speak for others: which policy or attempt a
 message is about is checked against the key's own policy or leases by whoever handles it.
 """
@@ -101,10 +104,17 @@ PERMISSIONS: dict[tuple[Role, Plane], frozenset[type[Message]]] = {
     (Role.SERVICE, Plane.TRAJECTORIES): frozenset({TrajectoryAck, TrajectoryRefused, Body, Refuse}),
     (Role.AGENT, Plane.WEIGHTS): frozenset({WeightsRequest, ChunkRequest}),
     (Role.TRAINER, Plane.WEIGHTS): frozenset({VersionOffer, Chunk}),
+    (Role.RELAY, Plane.WEIGHTS): frozenset({ChunkRequest}),
     (Role.SERVICE, Plane.WEIGHTS): frozenset(
         {VersionDurable, VersionRejected, WeightsPlan, ChunkRequest, Chunk, Refuse}
     ),
 }
+
+AT_RELAY: dict[Role, frozenset[type[Message]]] = {
+    Role.AGENT: frozenset({ChunkRequest}),
+    Role.RELAY: frozenset({Chunk, Refuse}),
+}
+"""Who may say what on the connections between agents and a relay, where the relay is the hub."""
 
 _NOTHING: frozenset[type[Message]] = frozenset()
 
@@ -112,3 +122,8 @@ _NOTHING: frozenset[type[Message]] = frozenset()
 def may_send(role: Role, plane: Plane, message_type: type[Message]) -> bool:
     """Whether a key of ``role`` may send ``message_type`` on ``plane``."""
     return message_type in PERMISSIONS.get((role, plane), _NOTHING)
+
+
+def may_send_at_relay(role: Role, plane: Plane, message_type: type[Message]) -> bool:
+    """The same for the connections of a relay's own hub."""
+    return plane is Plane.WEIGHTS and message_type in AT_RELAY.get(role, _NOTHING)

@@ -9,7 +9,7 @@ kept: everything that matters is said again.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
@@ -23,7 +23,7 @@ from transport.runtime.settings import TransportConfig
 
 _HEARTBEATS_MISSED = 3
 _SAY_WHY_S = 5.0
-_WINDOW_MESSAGES = 1000
+BULK_MESSAGES = 1000
 """What is under way on the bulk planes is bounded in bytes, by credits; small requests for it must
 not be refused because sixteen of them, a plane's own window, are."""
 
@@ -45,8 +45,8 @@ def bracketed(host: str) -> str:
 
 
 class PlaneLinks:
-    """One link per plane, to the hubs that ``transport`` names; made inside the running loop.
-    ``key`` and ``server_key`` are both None on an open network inside one process."""
+    """One link per plane of ``planes``, to the hubs that ``transport`` names; made inside the
+    running loop. ``key`` and ``server_key`` are both None on an open network inside one process."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class PlaneLinks:
         *,
         key: KeyPair | None,
         server_key: str | None,
+        planes: Iterable[Plane] = Plane,
     ) -> None:
         self._network = network
         self._transport = transport
@@ -65,7 +66,7 @@ class PlaneLinks:
             Plane.TRAJECTORIES: transport.trajectories_port,
             Plane.WEIGHTS: transport.weights_port,
         }
-        self._links: dict[Plane, Link] = {plane: self._open(plane) for plane in Plane}
+        self._links: dict[Plane, Link] = {plane: self._open(plane) for plane in planes}
         self._closing: set[asyncio.Task[None]] = set()
         self.counters: Counter[str] = Counter()
         self.bytes_up = 0
@@ -87,6 +88,10 @@ class PlaneLinks:
         frames = encode(message, payload, LIMITS[plane])
         self._links[plane].send(frames)
         self.bytes_up += sum(map(len, frames))
+
+    def connected(self, plane: Plane) -> bool:
+        """Whether the plane's link is up now."""
+        return self._links[plane].connected
 
     async def receive(self, plane: Plane, arrived: Callable[[Message, list[bytes]], None]) -> None:
         """Hand on what arrives and may be said here, until the links are closed."""
@@ -160,7 +165,7 @@ class PlaneLinks:
         options = link_options(self._transport, plane)
         return self._network.link(
             f"tcp://{bracketed(self._transport.host)}:{self._ports[plane]}",
-            options._replace(window_messages=_WINDOW_MESSAGES),
+            options._replace(window_messages=BULK_MESSAGES),
             key=self._key,
             server_key=self._server_key,
         )

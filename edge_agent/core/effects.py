@@ -3,7 +3,7 @@
 An effect that takes time reports back as an event: ``RunAttempt`` by ``GroupGenerated`` and
 ``GroupSpooled`` or by ``AttemptCrashed``; ``OpenCopy`` by ``CopyOpened``; ``FetchPlan`` by
 ``PlanStaged`` or ``StageFailed``; ``SwapWeights`` by ``WeightsSwapped`` or ``SwapFailed``;
-``DiscardCopy`` by ``CopyDiscarded``.
+``VerifyWeights`` by ``WeightsVerified`` or ``VerifyFailed``; ``DiscardCopy`` by ``CopyDiscarded``.
 """
 
 import msgspec
@@ -83,6 +83,17 @@ class SwapWeights(Effect, frozen=True, kw_only=True):
 
     policy: str
     ticket: int
+
+
+class VerifyWeights(Effect, frozen=True, kw_only=True):
+    """Look whether copy and engine still are what they should be, before anything else is done
+    with the policy. ``rescan``: the whole copy against its digests. ``read_back``: some cells of
+    the engine against the copy."""
+
+    policy: str
+    ticket: int
+    rescan: bool
+    read_back: bool
 
 
 class DiscardCopy(Effect, frozen=True, kw_only=True):

@@ -105,7 +105,9 @@ class StageFailed(Event, frozen=True, kw_only=True):
 
 
 class WeightsSwapped(Event, frozen=True, kw_only=True):
-    """The engine generates with the staged version and the copy is committed."""
+    """The engine generates with the staged version and the copy is committed. ``rate_bytes_s`` and
+    ``decode_cells_s`` are what this agent fetches and decodes in a second by now, 0 where that was
+    not measured."""
 
     policy: str
     ticket: int
@@ -114,10 +116,28 @@ class WeightsSwapped(Event, frozen=True, kw_only=True):
     pause_s: float
     fetched_bytes: int = 0
     fetch_s: float = 0.0
+    rate_bytes_s: float = 0.0
+    decode_cells_s: float = 0.0
 
 
 class SwapFailed(Event, frozen=True, kw_only=True):
     """The engine or the disk did not take the staged version: nobody knows what is in use."""
+
+    policy: str
+    ticket: int
+    code: str
+    detail: str = ""
+
+
+class WeightsVerified(Event, frozen=True, kw_only=True):
+    """Copy and engine are what they should be, as far as ``ticket`` asked."""
+
+    policy: str
+    ticket: int
+
+
+class VerifyFailed(Event, frozen=True, kw_only=True):
+    """Copy or engine hold other bits than they should, or could not be read."""
 
     policy: str
     ticket: int

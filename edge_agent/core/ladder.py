@@ -2,13 +2,17 @@
 
 What always holds: at most one fetch or swap is under way, named by a ticket that is never used
 again, so that a late answer to a cancelled one is recognised; the version only moves when the
-engine has taken verified weights; ``ready`` is false from the moment the weights become doubtful
-until a whole verified version has been swapped in; a failure is followed by a back-off with full
-jitter; while ``upto`` is set no version beyond it is fetched or swapped in.
+engine has taken verified weights; copy and engine are checked against each other on schedule;
+``ready`` is false from the moment the weights become doubtful until a whole verified version has
+been swapped in; a failure is followed by a back-off with full jitter; while ``upto`` is set no
+version beyond it is fetched or swapped in.
 
     OPENING -> IDLE -> FETCHING -> SWAPPING -> IDLE
                  ^        |            |
                  +- BACKING OFF <- DISCARDING      (network trouble skips DISCARDING)
+
+A check is no stage: the shell does it before whatever else follows for the policy. One that fails
+leads to DISCARDING from wherever the ladder is.
 """
 
 from collections.abc import Iterator
@@ -24,6 +28,7 @@ from edge_agent.core.effects import (
     SwapWeights,
     ToScheduler,
     ToWeightStore,
+    VerifyWeights,
 )
 from edge_agent.core.events import WeightsSwapped
 from edge_agent.core.settings import AgentSettings
@@ -46,12 +51,30 @@ class Stage(StrEnum):
     BACKING_OFF = "backing off"
 
 
+class Speed:
+    """What this agent was last seen to fetch and to decode in a second; 0 before the first."""
+
+    def __init__(self) -> None:
+        self.rate_bytes_s = 0.0
+        self.decode_cells_s = 0.0
+
+    def note(self, rate_bytes_s: float, decode_cells_s: float) -> None:
+        """A measurement of 0 leaves what was known."""
+        self.rate_bytes_s = rate_bytes_s or self.rate_bytes_s
+        self.decode_cells_s = decode_cells_s or self.decode_cells_s
+
+
 class Ladder:
     """The weights of one policy on this agent; ``hosted`` false: the scheduler wants it no more,
     and it is released at ``linger_until_s``; ``released``: it is gone with its copy."""
 
     def __init__(
-        self, policy: str, settings: AgentSettings, rng: "Random", tickets: Iterator[int]
+        self,
+        policy: str,
+        settings: AgentSettings,
+        rng: "Random",
+        tickets: Iterator[int],
+        speed: Speed,
     ) -> None:
         self.policy = policy
         self.hosted = True
@@ -66,9 +89,12 @@ class Ladder:
         self._settings = settings
         self._rng = rng
         self._tickets = tickets
+        self._speed = speed
         self._ticket = 0
         self._doubtful = False
         self._integrity_failures = 0
+        self._swaps = 0
+        self._verifying: int | None = None
         self._due_s: float | None = None
 
     @property
@@ -162,8 +188,10 @@ class Ladder:
         self.version, self.digest = event.version, event.digest
         self.target, self.failures, self._integrity_failures = None, 0, 0
         self._doubtful = False
+        self._swaps += 1
+        self._speed.note(event.rate_bytes_s, event.decode_cells_s)
         announcement = self._announce(event.pause_s, event.fetched_bytes, event.fetch_s)
-        return [announcement, *self._request(now)]
+        return [announcement, *self._verify(), *self._request(now)]
 
     def swap_failed(self, ticket: int) -> list[Effect]:
         if self.stage is not Stage.SWAPPING or ticket != self._ticket:
@@ -171,6 +199,20 @@ class Ladder:
         self.target = None
         self.failures += 1
         return self._discard()
+
+    def verified(self, ticket: int) -> None:
+        if ticket == self._verifying:
+            self._verifying = None
+
+    def verify_failed(self, ticket: int) -> list[Effect]:
+        """Copy or engine have other bits: start from nothing, whatever was under way."""
+        if ticket != self._verifying:
+            return []
+        self.failures += 1
+        effects: list[Effect] = []
+        if self.stage is Stage.FETCHING:
+            effects.append(CancelFetch(policy=self.policy, ticket=self._ticket))
+        return [*effects, *self._discard()]
 
     def discarded(self, now: float) -> list[Effect]:
         """The copy is gone: start from nothing, after a pause if something had failed."""
@@ -230,13 +272,34 @@ class Ladder:
         self.stage = Stage.IDLE
         self._due_s = now + self._settings.request_repeat_s
         request = WeightsRequest(
-            policy=self.policy, have_version=self.version, have_digest=self.digest, upto=self.upto
+            policy=self.policy,
+            have_version=self.version,
+            have_digest=self.digest,
+            upto=self.upto,
+            rate_bytes_s=self._speed.rate_bytes_s,
+            decode_cells_s=self._speed.decode_cells_s,
         )
         return [ToWeightStore(message=request)]
 
+    def _verify(self) -> list[Effect]:
+        every, swaps = self._settings.verify_every_swaps, self._swaps
+        some = self._settings.read_back_every_swaps
+        rescan = every > 0 and swaps % every == 0
+        # The first may have been a load, which reads everything back anyway.
+        read_back = some > 0 and (swaps <= 2 or swaps % some == 0)
+        if not rescan and not read_back:
+            return []
+        self._verifying = next(self._tickets)
+        return [
+            VerifyWeights(
+                policy=self.policy, ticket=self._verifying, rescan=rescan, read_back=read_back
+            )
+        ]
+
     def _discard(self, *, unload: bool = False) -> list[Effect]:
         self._doubtful = True
-        self._integrity_failures = 0
+        self._integrity_failures = self._swaps = 0
+        self._verifying = None
         self.version, self.digest, self.target = None, "", None
         self.stage = Stage.DISCARDING
         self._due_s = None

@@ -29,6 +29,7 @@ from edge_agent.core.events import (
     SendFailed,
     SwapFailed,
     Tick,
+    VerifyFailed,
 )
 from edge_agent.core.journal import Journal
 from edge_agent.core.session import Session
@@ -200,7 +201,7 @@ class AgentCore:
                 return self._work.lost(event)
             case AttemptCrashed(attempt=name, fence=fence, code=code, detail=detail):
                 return self._work.crashed(name, fence, code, detail)
-            case SwapFailed(policy=policy, code=code):
+            case SwapFailed(policy=policy, code=code) | VerifyFailed(policy=policy, code=code):
                 effects = self._weights.handle(event, now)
                 if effects:
                     # Nobody knows what the engine holds now: what it draws is worth nothing.

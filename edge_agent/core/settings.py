@@ -11,7 +11,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory, as does ``max_attempt_sequences`` for a single attempt. ``max_held`` bounds the
     attempts held at once, spooled ones included, so that an inventory of all of them fits into
     one control frame. A policy that is hosted no more is kept up to date for ``linger_s``: its
-    last version is still to arrive, and it may be wanted again.
+    last version is still to arrive, and it may be wanted again. The copy of a policy is read again
+    as a whole every ``verify_every_swaps`` swaps, and cells of the engine are compared with it
+    after the first two and every ``read_back_every_swaps``-th (0: never).
     """
 
     slots: int
@@ -36,5 +38,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     upload_stall_s: float = 30.0
     upload_stall_max_s: float = 600.0
     upload_retry_s: float = 0.1
+    verify_every_swaps: int = 32
+    read_back_every_swaps: int = 4
     backoff_s: float = 1.0
     backoff_max_s: float = 60.0

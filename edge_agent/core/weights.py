@@ -12,10 +12,12 @@ from edge_agent.core.events import (
     PlanStaged,
     StageFailed,
     SwapFailed,
+    VerifyFailed,
     WeightsSwapped,
+    WeightsVerified,
 )
 from edge_agent.core.journal import Journal
-from edge_agent.core.ladder import Ladder
+from edge_agent.core.ladder import Ladder, Speed
 from edge_agent.core.settings import AgentSettings
 from transport.errors import InvariantViolation
 from transport.messages import VersionRef, WeightsPlan
@@ -33,6 +35,7 @@ class Weights:
         self._journal = journal
         self._rng = rng
         self._tickets = count(1)
+        self._speed = Speed()
         self._ladders: dict[str, Ladder] = {}
 
     def __iter__(self) -> Iterator[Ladder]:
@@ -56,7 +59,9 @@ class Weights:
             ladder.host(ladder.policy in policies, now)
         for policy in policies:
             if policy not in self._ladders:
-                self._ladders[policy] = Ladder(policy, self._settings, self._rng, self._tickets)
+                self._ladders[policy] = Ladder(
+                    policy, self._settings, self._rng, self._tickets, self._speed
+                )
                 effects += self._ladders[policy].open()
         return effects
 
@@ -91,6 +96,16 @@ class Weights:
                 self._journal.count("weights.swap_failed")
                 self._journal.note(policy, f"swap failed: {code}: {detail}")
                 return [] if ladder is None else ladder.swap_failed(ticket)
+            case WeightsVerified(policy=policy, ticket=ticket):
+                ladder = self._ladders.get(policy)
+                if ladder is not None:
+                    ladder.verified(ticket)
+                return []
+            case VerifyFailed(policy=policy, ticket=ticket, code=code, detail=detail):
+                ladder = self._ladders.get(policy)
+                self._journal.count("weights.verify_failed")
+                self._journal.note(policy, f"verification failed: {code}: {detail}")
+                return [] if ladder is None else ladder.verify_failed(ticket)
             case CopyDiscarded(policy=policy):
                 return self._discarded(policy, now)
             case _:

@@ -13,17 +13,18 @@ of ``[agent.fake]``; an answer that does not fit within ``max_new_tokens`` is cu
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import NormalDist
 
 from edge_agent.config import FakeEngineTable
-from edge_agent.engine import Completion, EngineStats, GenerationRequest
+from edge_agent.engine import Completion, EngineStats, GenerationRequest, Positions, inside
 from edge_agent.engines.fake_policy import CHARACTERS, END, FakePolicy, decode_text, solve
 from edge_agent.engines.sampling import uniform_numbers
 from transport.errors import GenerationFailed, WeightApplyFailed
 from transport.runtime.clock import Clock, SystemClock
-from transport.weights.tensors import TensorBytes
+from transport.weights.patch import Patch
+from transport.weights.tensors import Cells, TensorBytes
 
 
 class ServiceTimes:
@@ -197,7 +198,7 @@ class FakeEngine:
         """See ``Engine.unload_policy``."""
         self._policies.pop(policy, None)
 
-    async def apply(self, policy: str, version: int, tensors: Mapping[str, TensorBytes]) -> float:
+    async def apply(self, policy: str, version: int, patch: Patch) -> float:
         """See ``Engine.apply``."""
         hosted = self._policies.get(policy)
         if hosted is None:
@@ -205,7 +206,7 @@ class FakeEngine:
         before_s = self._clock.monotonic_s()
         self._catch_up(before_s)
         try:
-            hosted.swap(version, tensors)
+            hosted.swap(version, patch)
         except ValueError as error:
             raise WeightApplyFailed(f"{policy} version {version}: {error}") from error
         return self._clock.monotonic_s() - before_s
@@ -216,8 +217,15 @@ class FakeEngine:
         return None if hosted is None else hosted.version
 
     def read_weights(self, policy: str) -> Iterator[tuple[str, TensorBytes]]:
-        """See ``Engine.read_weights``: one version, also while another is swapped in."""
+        """See ``Engine.read_weights``."""
         return iter(sorted(self._hosted(policy).tensors.items()))
+
+    def read_cells(self, policy: str, tensor: str, positions: Positions) -> Cells:
+        """See ``Engine.read_cells``."""
+        found = self._hosted(policy).tensors.get(tensor)
+        if found is None or not inside(positions, found.cells().size):
+            raise WeightApplyFailed(f"{policy} has no such cells of a tensor {tensor!r}")
+        return found.cells()[positions]
 
     def stats(self) -> EngineStats:
         """See ``Engine.stats``."""

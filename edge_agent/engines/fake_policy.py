@@ -23,8 +23,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.errors import ModelError
+from transport.errors import IntegrityError, ModelError
 from transport.weights.folder import read_model_folder
+from transport.weights.patch import Patch, patched
 from transport.weights.tensors import TensorBytes
 
 CHARACTERS = 1 << 16
@@ -77,16 +78,16 @@ class FakePolicy:
             raise ModelError(f"{folder}: {error}") from error
         self._by_temperature: dict[float, tuple[Floats, Floats]] = {}
 
-    def swap(self, version: int, tensors: Mapping[str, TensorBytes]) -> None:
-        """Replace whole tensors; raises ValueError and changes nothing when they do not fit."""
-        for name, tensor in tensors.items():
-            old = self.tensors.get(name)
-            if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
-                held = "nothing" if old is None else f"{old.dtype}{list(old.shape)}"
-                raise ValueError(
-                    f"tensor {name!r} is {tensor.dtype}{list(tensor.shape)}, held is {held}"
-                )
-        merged = {**self.tensors, **{name: _owned(t) for name, t in tensors.items()}}
+    def swap(self, version: int, patch: Patch) -> None:
+        """Write new cells; raises ValueError and changes nothing when they do not fit."""
+        merged = dict(self.tensors)
+        for name, changes in patch.items():
+            if name not in merged:
+                raise ValueError(f"the model has no tensor {name!r} to change")
+            try:
+                merged[name] = patched(merged[name], changes)
+            except IntegrityError as error:
+                raise ValueError(f"tensor {name!r}: {error}") from error
         self._logits = self._table(merged)
         self._by_temperature = {}
         self.tensors, self.version = merged, version

@@ -24,20 +24,18 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import structlog
 
-from edge_agent.engine import Completion, EngineStats, GenerationRequest
+from edge_agent.engine import Completion, EngineStats, GenerationRequest, Positions
 from edge_agent.engines.torch_decoding import Row, Wave
-from edge_agent.engines.torch_policy import HostedPolicy
+from edge_agent.engines.torch_policy import HostedPolicy, StagedWrite
 from transport.errors import EngineError, GenerationFailed, WeightApplyFailed
 from transport.runtime.clock import Clock, SystemClock
 from transport.runtime.model_folder import require_torch
-from transport.weights.tensors import TensorBytes
-
-if TYPE_CHECKING:
-    import torch
+from transport.weights.patch import Patch
+from transport.weights.tensors import Cells, TensorBytes
 
 _log = structlog.get_logger()
 
@@ -64,7 +62,7 @@ class _Job:
 class _Swap:
     policy: HostedPolicy
     version: int
-    tensors: "Mapping[str, torch.Tensor]"
+    writes: list[StagedWrite]
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[float]"
 
@@ -75,7 +73,8 @@ class _Close:
 
 
 class TorchEngine:
-    """``Engine`` over transformers. ``dtype`` auto: float32 on a CPU, published type elsewhere.
+    """``Engine`` over transformers. ``dtype`` auto: float32 on a CPU, published type elsewhere;
+    ``swap`` auto: by reference on a CPU, in place elsewhere (``torch_policy``).
 
     Raises:
         ConfigError: torch is not installed.
@@ -88,6 +87,7 @@ class TorchEngine:
         threads: int = 1,
         dtype: Literal["auto", "float32"] = "auto",
         *,
+        swap: Literal["auto", "reference", "in_place"] = "auto",
         clock: Clock | None = None,
     ) -> None:
         require_torch('engine = "torch"')
@@ -97,6 +97,7 @@ class TorchEngine:
         self._compute: Literal["float32", "published"] = (
             "float32" if dtype == "float32" or device.startswith("cpu") else "published"
         )
+        self._in_place = swap == "in_place" or (swap == "auto" and not device.startswith("cpu"))
         self._clock = clock or SystemClock()
         self._changing = asyncio.Lock()  # loading and applying, one after the other
         self._policies: dict[str, HostedPolicy] = {}
@@ -167,13 +168,13 @@ class TorchEngine:
             await asyncio.to_thread(self._free)
         _log.info("engine.policy_unloaded", policy=policy)
 
-    async def apply(self, policy: str, version: int, tensors: Mapping[str, TensorBytes]) -> float:
+    async def apply(self, policy: str, version: int, patch: Patch) -> float:
         """See ``Engine.apply``."""
         async with self._changing:
             hosted = self._policies.get(policy)
             if hosted is None:
                 raise WeightApplyFailed(f"{policy} version {version}: the policy is not loaded")
-            staged = await asyncio.to_thread(self._stage, hosted, version, tensors)
+            staged = await asyncio.to_thread(self._stage, hosted, version, patch)
             if self._thread is None:
                 raise WeightApplyFailed(f"{policy} version {version}: the engine is not running")
             loop = asyncio.get_running_loop()
@@ -187,8 +188,12 @@ class TorchEngine:
         return None if hosted is None else hosted.version
 
     def read_weights(self, policy: str) -> Iterator[tuple[str, TensorBytes]]:
-        """See ``Engine.read_weights``: one version, also while another is swapped in."""
+        """See ``Engine.read_weights``."""
         return self._hosted(policy).read_weights()
+
+    def read_cells(self, policy: str, tensor: str, positions: Positions) -> Cells:
+        """See ``Engine.read_cells``."""
+        return self._hosted(policy).read_cells(tensor, positions)
 
     def stats(self) -> EngineStats:
         """See ``Engine.stats``."""
@@ -209,7 +214,14 @@ class TorchEngine:
 
     def _load(self, name: str, folder: Path, version: int) -> HostedPolicy:
         self._limit_threads()
-        return HostedPolicy(name, folder, version, device=self._device, compute=self._compute)
+        return HostedPolicy(
+            name,
+            folder,
+            version,
+            device=self._device,
+            compute=self._compute,
+            in_place=self._in_place,
+        )
 
     def _free(self) -> None:
         """Some models refer to themselves: what is gone would stay until Python looks for it."""
@@ -220,11 +232,9 @@ class TorchEngine:
             with torch.cuda.device(self._device):
                 torch.cuda.empty_cache()
 
-    def _stage(
-        self, hosted: HostedPolicy, version: int, tensors: Mapping[str, TensorBytes]
-    ) -> "dict[str, torch.Tensor]":
+    def _stage(self, hosted: HostedPolicy, version: int, patch: Patch) -> list[StagedWrite]:
         self._limit_threads()
-        return hosted.stage(version, tensors)
+        return hosted.stage(version, patch)
 
     def _limit_threads(self) -> None:
         """The limit belongs to the calling thread (OpenMP)."""
@@ -266,7 +276,7 @@ class TorchEngine:
 
     def _swap(self, swap: _Swap) -> None:
         before_s = self._clock.monotonic_s()
-        swap.policy.swap(swap.version, swap.tensors)
+        swap.policy.swap(swap.version, swap.writes)
         _answer(swap.loop, swap.future, self._clock.monotonic_s() - before_s)
 
     def _admit(self) -> list[tuple[_Job, Row]]:

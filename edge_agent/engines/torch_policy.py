@@ -1,19 +1,27 @@
 """A policy that an engine hosts: model, tokenizer and the weights in use.
 
-What always holds: weights are exchanged by reference, never written into, so the exchange takes no
-longer for a large model, a failed one has changed nothing, and whoever reads an older version goes
-on reading exactly that one; what is staged fits in name, type and shape and is finite.
+What always holds: what is staged fits in name, position and type and is finite, lies on the device
+in the type that is computed with, and cannot fail any more: so a failed change has changed nothing.
+
+Two ways to swap. By reference: changed tensors are copied, written and then exchanged between two
+steps; the pause is the same for every model (well below a millisecond), and meanwhile the changed
+tensors are in memory twice. In place: changed cells are written between two steps (a tensor that is
+replaced whole is exchanged); beyond the model this takes memory for the changed cells only, a
+position of 8 bytes and a value each, and the pause is the time of these writes. A CPU, where
+scattered writes are slow and memory is not, goes by reference, an accelerator in place.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_agent.engine import GenerationRequest
+import numpy as np
+
+from edge_agent.engine import GenerationRequest, Positions, inside
 from edge_agent.engines.torch_decoding import Forward, end_tokens
-from transport.errors import GenerationFailed, ModelError, WeightApplyFailed
+from transport.errors import GenerationFailed, IntegrityError, ModelError, WeightApplyFailed
 from transport.runtime.model_folder import (
     ComputeType,
     ModelWeights,
@@ -23,18 +31,28 @@ from transport.runtime.model_folder import (
     torch_tensor,
     vocabulary_of,
 )
-from transport.weights.tensors import TensorBytes
+from transport.weights.patch import CellRun, Patch, TensorChange, check_change, patched
+from transport.weights.tensors import ITEM_BYTES, Cells, TensorBytes
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, slots=True)
-class HostedWeights:
-    """One version's tensors. Replaced as a whole, so every reader sees a single version."""
+class StagedWrite:
+    """New values of one tensor, to be written from ``start`` on or at ``positions``."""
 
-    version: int
-    tensors: "Mapping[str, torch.Tensor]"
+    tensor: str
+    start: int
+    positions: "torch.Tensor | None"
+    values: "torch.Tensor"
+
+    def onto(self, flat: "torch.Tensor") -> None:
+        """Write into a tensor's cells."""
+        if self.positions is None:
+            flat[self.start : self.start + self.values.numel()] = self.values
+        else:
+            flat[self.positions] = self.values
 
 
 class HostedPolicy:
@@ -45,10 +63,18 @@ class HostedPolicy:
     """
 
     def __init__(
-        self, name: str, folder: Path, version: int, *, device: str, compute: ComputeType
+        self,
+        name: str,
+        folder: Path,
+        version: int,
+        *,
+        device: str,
+        compute: ComputeType,
+        in_place: bool,
     ) -> None:
         loaded = load_model(folder, device=device, compute=compute)
         self.name = name
+        self._in_place = in_place
         self._vocabulary = vocabulary_of(loaded.model)
         self._tokenizer: Any = load_tokenizer(folder, vocabulary=self._vocabulary)
         try:
@@ -58,12 +84,9 @@ class HostedPolicy:
         self._stop_tokens = end_tokens(loaded.model, self._tokenizer)
         self._context_tokens = getattr(loaded.model.config, "max_position_embeddings", math.inf)
         self._weights: ModelWeights = loaded.weights
-        live = {key: value.data for key, value in self._weights.parameters.items()}
-        self._current = HostedWeights(version, live)
-
-    @property
-    def version(self) -> int:
-        return self._current.version
+        for parameter in self._weights.parameters.values():
+            parameter.data = parameter.data.contiguous()  # cells are written through flat views
+        self.version = version
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Through the chat template as one user message, or as it is where there is none."""
@@ -107,46 +130,82 @@ class HostedPolicy:
             raise GenerationFailed(f"{request.request_id}: {problem}")
 
     def read_weights(self) -> Iterator[tuple[str, TensorBytes]]:
-        """One version's tensors in canonical order, also while another is swapped in."""
-        tensors, fixed = self._current.tensors, self._weights.fixed
-        for name in sorted(tensors.keys() | fixed.keys()):
-            if name in fixed:
-                yield name, fixed[name]
-            else:
-                yield name, published_tensor(tensors[name], self._weights.dtypes[name])
+        """All tensors in canonical order, in their published types; copies."""
+        return self._weights.published()
 
-    def stage(self, version: int, tensors: Mapping[str, TensorBytes]) -> "dict[str, torch.Tensor]":
-        """New tensors, checked, on the device and in the type that is computed with.
+    def read_cells(self, name: str, positions: Positions) -> Cells:
+        """See ``Engine.read_cells``."""
+        import torch
+
+        fixed, parameter = self._weights.fixed.get(name), self._weights.parameters.get(name)
+        if fixed is not None and inside(positions, fixed.cells().size):
+            return fixed.cells()[positions]
+        if parameter is None or not inside(positions, parameter.numel()):
+            raise WeightApplyFailed(f"{self.name}: no such cells of a tensor {name!r}")
+        chosen = parameter.data.view(-1)[torch.from_numpy(positions.copy()).to(parameter.device)]
+        return published_tensor(chosen, self._weights.dtypes[name]).cells()
+
+    def stage(self, version: int, patch: Patch) -> list[StagedWrite]:
+        """What to write, checked, on the device and in the type that is computed with.
 
         Raises:
             WeightApplyFailed: names the first tensor that does not fit.
         """
-        import torch
-
         where = f"{self.name} version {version}"
-        staged: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            if self._weights.fixed.get(name) == tensor:
-                continue
-            old = self._current.tensors.get(name)
-            if old is None:
-                raise WeightApplyFailed(f"{where}: the model has no tensor {name!r} to change")
-            expected = (self._weights.dtypes[name], tuple(old.shape))
-            if (tensor.dtype, tensor.shape) != expected:
-                raise WeightApplyFailed(
-                    f"{where}: tensor {name!r} is {tensor.dtype} {tensor.shape}, the model's is "
-                    f"{expected[0]} {expected[1]}"
-                )
+        staged: list[StagedWrite] = []
+        for name, changes in patch.items():
             try:
-                staged[name] = torch_tensor(tensor, dtype=old.dtype, device=old.device)
-            except RuntimeError as error:  # out of memory
+                if name in self._weights.fixed:
+                    if patched(self._weights.fixed[name], changes) != self._weights.fixed[name]:
+                        raise WeightApplyFailed(f"{where}: tensor {name!r} is no parameter")
+                elif name not in self._weights.parameters:
+                    raise WeightApplyFailed(f"{where}: the model has no tensor {name!r} to change")
+                else:
+                    writes = [self._staged(name, change) for change in changes]
+                    staged += writes if self._in_place else [self._written(name, writes)]
+            except (RuntimeError, IntegrityError, ValueError) as error:  # or out of memory
                 raise WeightApplyFailed(f"{where}: tensor {name!r}: {error}") from error
-            if not bool(torch.isfinite(staged[name]).all()):
-                raise WeightApplyFailed(f"{where}: tensor {name!r} has values that are not finite")
         return staged
 
-    def swap(self, version: int, staged: "Mapping[str, torch.Tensor]") -> None:
-        """Put staged tensors in use; between two forward passes only."""
-        for name, tensor in staged.items():
-            self._weights.parameters[name].data = tensor
-        self._current = HostedWeights(version, {**self._current.tensors, **staged})
+    def _staged(self, name: str, change: TensorChange) -> StagedWrite:
+        import torch
+
+        dtype, parameter = self._weights.dtypes[name], self._weights.parameters[name].data
+        # One cell that looks like all of the tensor's: enough to check against.
+        one = np.zeros(1, f"<u{ITEM_BYTES[dtype]}")
+        check_change(np.broadcast_to(one, parameter.numel()), change)
+        start, positions = 0, None
+        if isinstance(change, CellRun):
+            start = change.start
+        else:
+            positions = torch.from_numpy(change.positions.astype(np.int64)).to(parameter.device)
+        values = np.ascontiguousarray(change.values)
+        raw = TensorBytes(dtype, (values.size,), values.view(np.uint8).data)
+        staged = torch_tensor(raw, dtype=parameter.dtype, device=parameter.device)
+        if not bool(torch.isfinite(staged).all()):
+            raise ValueError("has values that are not finite")
+        return StagedWrite(name, start, positions, staged)
+
+    def _written(self, name: str, writes: Sequence[StagedWrite]) -> StagedWrite:
+        """The whole tensor as the writes make it, to be exchanged."""
+        old = self._weights.parameters[name].data
+        if (
+            len(writes) == 1
+            and writes[0].positions is None
+            and (writes[0].values.numel() == old.numel())
+        ):
+            return writes[0]
+        flat = old.view(-1).clone()
+        for write in writes:
+            write.onto(flat)
+        return StagedWrite(name, 0, None, flat)
+
+    def swap(self, version: int, writes: Sequence[StagedWrite]) -> None:
+        """Put staged values in use; between two forward passes only."""
+        for write in writes:
+            parameter = self._weights.parameters[write.tensor]
+            if write.positions is None and write.values.numel() == parameter.numel():
+                parameter.data = write.values.view(parameter.shape)
+            else:
+                write.onto(parameter.data.view(-1))
+        self.version = version

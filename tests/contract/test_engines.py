@@ -5,8 +5,9 @@ import itertools
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -16,6 +17,7 @@ from edge_agent.engine import Completion, Engine, GenerationRequest, SamplingPar
 from edge_agent.engines.fake import FakeEngine
 from transport.errors import GenerationFailed, ModelError, WeightApplyFailed
 from transport.weights.folder import read_model_folder
+from transport.weights.patch import CellList, CellRun, Patch, patched, whole
 from transport.weights.tensors import TensorBytes
 
 A, B = "run/a", "run/b"
@@ -45,11 +47,19 @@ class Case:
     def weights(self, policy: str = A) -> dict[str, TensorBytes]:
         return dict(self.engine.read_weights(policy))
 
-    def changed(self) -> dict[str, TensorBytes]:
-        """One tensor with its bits rotated by one item: other values, all finite."""
-        name, tensor = next(iter(self.weights().items()))
-        data = bytes(tensor.data)
-        return {name: TensorBytes(tensor.dtype, tensor.shape, data[2:] + data[:2])}
+    def changed(self) -> Patch:
+        """One tensor rotated by one cell, and a few cells of another: all finite."""
+        (first, one), (second, other), *_ = self.weights().items()
+        cells, positions = one.cells(), np.arange(1, other.cells().size, 3, dtype=np.int32)
+        return {
+            first: (CellRun(0, np.roll(cells, 1)),),
+            second: (CellList(positions, other.cells()[positions - 1]),),
+        }
+
+    def after(self, patch: Patch) -> dict[str, TensorBytes]:
+        """The folder's weights with a patch."""
+        folder = read_model_folder(self.folder)
+        return {name: patched(tensor, patch.get(name, ())) for name, tensor in folder.items()}
 
 
 def fake_case(folder: Path) -> Case:
@@ -58,19 +68,27 @@ def fake_case(folder: Path) -> Case:
     return Case(FakeEngine(SLOTS, settings), make_numpy_model(folder, seed=1))
 
 
-def torch_case(folder: Path) -> Case:
+def torch_case(folder: Path, swap: Literal["reference", "in_place"] = "reference") -> Case:
     from torch_models import random_qwen3
 
     from edge_agent.engines.torch_engine import TorchEngine
 
-    return Case(TorchEngine(SLOTS), random_qwen3(folder))
+    return Case(TorchEngine(SLOTS, swap=swap), random_qwen3(folder))
+
+
+def torch_in_place_case(folder: Path) -> Case:
+    return torch_case(folder, "in_place")
+
+
+CASES = {"fake": fake_case, "torch": torch_case, "torch-in-place": torch_in_place_case}
+SLOW = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest_asyncio.fixture(
-    params=["fake", pytest.param("torch", marks=[pytest.mark.slow, pytest.mark.timeout(120)])]
+    params=["fake", *(pytest.param(name, marks=SLOW) for name in ("torch", "torch-in-place"))]
 )
 async def case(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Case]:
-    made = (fake_case if request.param == "fake" else torch_case)(tmp_path / "model")
+    made = CASES[request.param](tmp_path / "model")
     await made.engine.start()
     assert made.engine.version(A) is None
     await made.engine.load_policy(A, made.folder, 3)
@@ -147,25 +165,55 @@ async def test_weights_come_back_exactly_as_they_came_in(case: Case) -> None:
     pause_s = await case.engine.apply(A, 4, change)
     assert pause_s >= 0
     assert case.engine.version(A) == 4
-    assert case.weights() == {**read_model_folder(case.folder), **change}
+    assert case.weights() == case.after(change)
     await case.engine.apply(A, 4, change)
-    assert case.weights() == {**read_model_folder(case.folder), **change}
+    assert case.weights() == case.after(change)
     (completion,) = await case.engine.generate(case.request(n=1))
     assert set(completion.versions) == {4}
 
 
-@pytest.mark.parametrize("fault", ["name", "shape", "dtype"])
 @pytest.mark.asyncio
-async def test_tensors_that_do_not_fit_change_nothing(case: Case, fault: str) -> None:
+async def test_a_later_change_of_the_same_cells_wins(case: Case) -> None:
+    name, tensor = next(iter(case.weights().items()))
+    cells = tensor.cells()
+    twice = {name: (CellRun(1, cells[:2]), CellList(np.array([2]), cells[5:6]))}
+    await case.engine.apply(A, 4, twice)
+    read = case.engine.read_cells(A, name, np.array([0, 1, 2, 3]))
+    assert read.tolist() == [cells[0], cells[0], cells[5], cells[3]]
+
+
+@pytest.mark.asyncio
+async def test_single_cells_are_read_in_the_published_type(case: Case) -> None:
+    patch = case.changed()
+    await case.engine.apply(A, 4, patch)
+    for name, tensor in case.after(patch).items():
+        positions = np.array([tensor.cells().size - 1, 0, 7])
+        read = case.engine.read_cells(A, name, positions)
+        assert read.dtype == tensor.cells().dtype
+        assert read.tolist() == tensor.cells()[positions].tolist()
+    for bad in ("no.such.weight", name):
+        with pytest.raises(WeightApplyFailed):
+            case.engine.read_cells(A, bad, np.array([tensor.cells().size]))
+    with pytest.raises(GenerationFailed, match=B):
+        case.engine.read_cells(B, name, np.array([0]))
+
+
+@pytest.mark.parametrize("fault", ["name", "range", "run", "type", "order"])
+@pytest.mark.asyncio
+async def test_changes_that_do_not_fit_change_nothing(case: Case, fault: str) -> None:
     before = case.weights()
-    name, tensor = next(iter(case.changed().items()))
-    wrong = {
-        "name": {"no.such.weight": tensor},
-        "shape": {name: TensorBytes(tensor.dtype, (len(tensor.data) // 2, 1), tensor.data)},
-        "dtype": {name: TensorBytes("I16", tensor.shape, tensor.data)},
-    }[fault]
+    good = case.changed()
+    (name, (run, *_)), *_ = good.items()
+    two, end = run.values[:2], run.values.size
+    wrong: dict[str, Patch] = {
+        "name": {"no.such.weight": (run,)},
+        "range": {name: (CellList(np.array([3, end]), two),)},
+        "run": {name: (CellRun(end - 1, two),)},
+        "type": {name: (CellRun(0, two.view(np.uint8)),)},
+        "order": {name: (CellList(np.array([3, 2]), two),)},
+    }
     with pytest.raises(WeightApplyFailed):
-        await case.engine.apply(A, 4, {**wrong})
+        await case.engine.apply(A, 4, {**dict(reversed(good.items())), **wrong[fault]})
     assert case.engine.version(A) == 3
     assert case.weights() == before
 
@@ -213,7 +261,7 @@ async def test_a_policy_can_be_unloaded_and_loaded_again(case: Case) -> None:
     with pytest.raises(GenerationFailed, match=A):
         case.engine.encode(A, "3 + 4 =")
     with pytest.raises(WeightApplyFailed, match=A):
-        await case.engine.apply(A, 4, case.weights(B))
+        await case.engine.apply(A, 4, whole(case.weights(B)))
     await case.engine.load_policy(A, case.folder, 5)
     again = await case.engine.generate(case.request(name="before", policy=B))
     assert [c.tokens for c in again] == [c.tokens for c in before]

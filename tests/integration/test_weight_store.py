@@ -1,6 +1,7 @@
 """The weight store with real sockets, keys and files."""
 
 import asyncio
+import hashlib
 import signal
 
 import pytest
@@ -8,8 +9,11 @@ from publisher import Trainer, weights
 from service_world import POLICY, PlaneLink, service_world, until
 from signing import signing_key
 
+from scheduler import weight_keeper
 from scheduler.weight_store import NAME, serve
+from transport.chunk_parts import ChunkSource
 from transport.chunks import ChunkFetcher
+from transport.delivery_window import DeliveryWindow
 from transport.keys import trainer_name
 from transport.messages import (
     Chunk,
@@ -32,18 +36,21 @@ async def fetch(link: PlaneLink, plan: WeightsPlan) -> dict[str, bytes]:
     for step in plan.steps:
         listed = decode_manifest(step.manifest)
         entries += [entry for entry in listed.files if entry.name in step.files]
-    fetcher = ChunkFetcher(entries)
+    fetcher = ChunkFetcher(entries, sources=[ChunkSource("store", DeliveryWindow())])
     parts: dict[tuple[str, int], bytes] = {}
     now = 0.0
     while not fetcher.done:
-        for request in fetcher.next_requests(now):
+        for _, request in fetcher.next_requests(now):
             await link.send(request)
         await until(lambda: any(isinstance(m, Chunk) for m, _ in link.received), "a chunk")
         now += 0.01
         for message, payload in [(m, p) for m, p in link.received if isinstance(m, Chunk)]:
             link.received.remove((message, payload))
-            assert fetcher.chunk_arrived(message.digest, message.index, payload[0], now)
-            parts[message.digest, message.index] = payload[0]
+            accepted = fetcher.chunk_arrived(
+                "store", message.digest, message.index, message.part_bytes, payload[0], now
+            )
+            if accepted is not None:
+                parts[accepted.entry.digest, accepted.index] = bytes(accepted.data)
     return {
         entry.name: b"".join(parts[entry.digest, i] for i in range(len(entry.chunk_digests)))
         for entry in entries
@@ -180,3 +187,68 @@ async def test_an_agent_that_does_not_read_delays_no_other(tmp_path):
         assert set(await fetch(agent, plan)) == set(trainer.first.files)
         await agent.send(ChunkRequest(digest="0" * 64, indices=(0,)))
         assert [chunk.found for chunk in await agent.expect(Chunk)] == [False]
+
+
+def names(plan: WeightsPlan) -> list[str]:
+    return [name for step in plan.steps for name in step.files]
+
+
+@pytest.mark.asyncio
+async def test_after_a_rollback_an_agent_waits_for_the_bridge_and_moves_little(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        trainer = Trainer(tmp_path)
+        publisher = world.link(trainer_name(POLICY), PLANE, port)
+        await trainer.publish(publisher, trainer.first)
+        kept = trainer.weights
+        abandoned = trainer.next(1, 0)
+        await trainer.publish(publisher, abandoned)
+        agent = world.link("a", PLANE, port)
+        await agent.send(
+            WeightsRequest(policy=POLICY, have_version=1, have_digest=abandoned.manifest.digest)
+        )
+        trainer.weights = kept
+        await trainer.publish(publisher, trainer.next(2, 0))
+        [plan] = await agent.expect(WeightsPlan)
+        assert (plan.version, names(plan)) == (2, ["delta-from-00000001.safetensors"])
+        assert set(await fetch(agent, plan)) == set(names(plan))
+
+
+@pytest.mark.asyncio
+async def test_what_is_found_damaged_is_planned_around_at_once_and_made_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(weight_keeper, "MAINTAIN_S", 0.05)
+    async with service_world(tmp_path) as world:
+        config = world.config(cumulative_every_versions=2)
+        async with world.serving(serve, config) as port:
+            trainer = Trainer(tmp_path)
+            publisher = world.link(trainer_name(POLICY), PLANE, port)
+            for made in (trainer.first, trainer.next(1, 0), trainer.next(2, 1)):
+                await trainer.publish(publisher, made)
+            agent = world.link("a", PLANE, port)
+            request = WeightsRequest(
+                policy=POLICY,
+                have_version=0,
+                have_digest=trainer.first.manifest.digest,
+                rate_bytes_s=1e6,
+                decode_cells_s=1e8,
+            )
+            shortcut = ["delta-from-00000000.safetensors"]
+
+            async def planned(files: list[str]) -> WeightsPlan:
+                async with asyncio.timeout(10.0):
+                    while True:
+                        await agent.send(request)
+                        [plan] = await agent.expect(WeightsPlan)
+                        if names(plan) == files:
+                            return plan
+
+            plan = await planned(shortcut)
+            entry = decode_manifest(plan.steps[-1].manifest).files[0]
+            (blob,) = tmp_path.glob(f"scheduler/**/{entry.digest}")
+            blob.write_bytes(b"x" * entry.size_bytes)
+            await agent.send(ChunkRequest(digest=entry.digest, indices=(0,)))
+            assert [chunk.found for chunk in await agent.expect(Chunk)] == [False]
+            plan = await planned(shortcut)
+            assert set(await fetch(agent, plan)) == set(shortcut)
+            assert hashlib.sha256(blob.read_bytes()).hexdigest() == entry.digest

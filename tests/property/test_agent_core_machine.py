@@ -27,6 +27,7 @@ from edge_agent.core.effects import (
     ToScheduler,
     ToTrajectoryLog,
     ToWeightStore,
+    VerifyWeights,
 )
 from edge_agent.core.events import (
     AttemptCrashed,
@@ -46,7 +47,9 @@ from edge_agent.core.events import (
     StageFailed,
     SwapFailed,
     Tick,
+    VerifyFailed,
     WeightsSwapped,
+    WeightsVerified,
 )
 from edge_agent.core.machine import AgentCore
 from edge_agent.core.settings import AgentSettings
@@ -94,6 +97,8 @@ class AgentMachine(RuleBasedStateMachine):
                 max_held=12,
                 attempt_timeout_s=200.0,
                 linger_s=3.0,
+                verify_every_swaps=3,
+                read_back_every_swaps=2,
             ),
             incarnation=1,
             build="b",
@@ -105,6 +110,7 @@ class AgentMachine(RuleBasedStateMachine):
         self.trusted = dict.fromkeys(POLICIES, False)
         self.fetches: dict[str, FetchPlan] = {}
         self.swaps: dict[str, SwapWeights] = {}
+        self.checks: dict[str, VerifyWeights] = {}
         self.swap_targets: dict[tuple[str, int], int] = {}
         self.opening: list[str] = []
         self.discarding: list[str] = []
@@ -188,6 +194,8 @@ class AgentMachine(RuleBasedStateMachine):
                 assert self.fetches.pop(policy).ticket == ticket
             case SwapWeights(policy=policy):
                 self.swaps[policy] = effect
+            case VerifyWeights(policy=policy):
+                self.checks[policy] = effect
             case OpenCopy(policy=policy):
                 self.opening.append(policy)
             case DiscardCopy(policy=policy, unload=unload):
@@ -199,6 +207,7 @@ class AgentMachine(RuleBasedStateMachine):
                     users = (self.running | self.scoring).values()
                     assert all(policy not in o.policies.values() for o in users)
                 self.swaps.pop(policy, None)
+                self.checks.pop(policy, None)
                 self.opening = [one for one in self.opening if one != policy]
                 self.discarding.append(policy)
             case ToWeightStore(message=WeightsRequest() as request):
@@ -404,6 +413,17 @@ class AgentMachine(RuleBasedStateMachine):
                 policy=policy, ticket=swap.ticket, version=version, digest="d", pause_s=0.0
             )
         )
+
+    @precondition(lambda self: self.checks)
+    @rule(index=INDEX, works=st.sampled_from([True, True, False]))
+    def verified(self, index: int, works: bool) -> None:
+        policy = self.pick(sorted(self.checks), index)
+        check = self.checks.pop(policy)
+        if works:
+            self.feed(WeightsVerified(policy=policy, ticket=check.ticket))
+            return
+        self.engine[policy], self.trusted[policy] = None, False
+        self.feed(VerifyFailed(policy=policy, ticket=check.ticket, code="engine.weights"))
 
     @precondition(lambda self: self.discarding)
     @rule()

@@ -7,12 +7,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from signing import signing_key
+from version_store import make_all
 
 from edge_agent.weight_copy import WeightCopies
+from scheduler.weight_upkeep import Asked
 from scheduler.weight_versions import WeightVersions
 from transport.weights.folder import write_model_folder
 from transport.weights.manifest import sign
-from transport.weights.plan import cheapest_route
+from transport.weights.plan import Leg, cheapest_route
 from transport.weights.publication import build_delta_version, build_version0
 from transport.weights.tensors import TensorBytes
 
@@ -23,43 +25,59 @@ TRUSTED = {KEY.key_id: KEY.public}
 
 @st.composite
 def trees(draw):
+    """Parents of the versions, and every way to come to one: deltas, composites from any earlier
+    version (of another branch too), snapshots."""
     parents = {0: None}
-    for version in range(1, draw(st.integers(1, 14))):
+    for version in range(1, draw(st.integers(1, 12))):
         parents[version] = draw(st.sampled_from(sorted(parents)[-4:]))
     sizes = st.integers(0, 30)
-    deltas = {v: draw(sizes) for v in parents if v and draw(st.integers(0, 9))}
-    snapshots = {v: draw(sizes) + 20 for v in parents if not draw(st.integers(0, 3))}
-    return parents, deltas, snapshots
+    legs = [Leg(parents[v], v, draw(sizes)) for v in parents if v and draw(st.integers(0, 9))]
+    for version in parents:
+        bases = draw(st.sets(st.integers(0, version - 1), max_size=2)) if version else ()
+        legs += [Leg(base, version, draw(sizes)) for base in sorted(bases)]
+    legs += [Leg(None, v, draw(sizes) + 20) for v in parents if not draw(st.integers(0, 3))]
+    return parents, draw(st.permutations(legs))
 
 
-def every_way(parents, deltas, snapshots, have, version):
-    """Cost of every way to ``version``, by brute force."""
-    ways = [0] if version == have else []
-    if version in snapshots:
-        ways.append(snapshots[version])
-    if version in deltas:
-        before = every_way(parents, deltas, snapshots, have, parents[version])
-        ways.extend(cost + deltas[version] for cost in before)
-    return ways
+def every_way(legs, have, version):
+    """(bytes, steps, from nothing) of every way to ``version``, by brute force."""
+    if version == have:
+        yield 0, 0, False
+    for leg in legs:
+        if leg.version != version:
+            continue
+        before = [(0, 0, True)] if leg.base is None else every_way(legs, have, leg.base)
+        for size, steps, from_nothing in before:
+            yield size + leg.size_bytes, steps + 1, from_nothing
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(trees(), st.data())
 def test_the_route_taken_is_the_cheapest_of_all(tree, data):
-    parents, deltas, snapshots = tree
+    parents, legs = tree
     target = data.draw(st.sampled_from(sorted(parents)))
     have = data.draw(st.sampled_from([None, *sorted(parents)]))
-    route = cheapest_route(parents, deltas.get, snapshots.get, have=have, target=target)
-    ways = every_way(parents, deltas, snapshots, have, target)
+    step = data.draw(st.sampled_from([0, 7]))
+
+    def legs_to(version):
+        return [leg for leg in legs if leg.version == version]
+
+    route = cheapest_route(legs_to, have=have, target=target, step_bytes=step)
+    ways = [
+        (size + step * steps, steps, from_nothing)
+        for size, steps, from_nothing in every_way(legs, have, target)
+    ]
     assert (route is None) == (not ways)
     if route is None:
         return
-    assert route.size_bytes == min(ways)
-    assert route.start in snapshots if route.from_snapshot else route.start == have
+    from_nothing = route.start is None
+    cost = route.size_bytes + step * len(route.legs)
+    assert (cost, len(route.legs), from_nothing) == min(ways)
     at = route.start
-    for version in route.deltas:
-        assert parents[version] == at
-        at = version
+    for leg in route.legs:
+        assert leg in legs
+        assert leg.base == at
+        at = leg.version
     assert at == target
 
 
@@ -100,7 +118,7 @@ def test_every_agent_reaches_the_head_through_any_history(seed, history):
 
         def opened():
             return WeightVersions(
-                root / "store", trusted=TRUSTED, snapshot_every=2, keep_versions=3
+                root / "store", trusted=TRUSTED, cumulative_every=2, keep_versions=3
             )
 
         store = opened()
@@ -112,6 +130,7 @@ def test_every_agent_reaches_the_head_through_any_history(seed, history):
         parent = 0
         for event in history:
             if event == "maintain":
+                make_all(store, Asked(max(number - 4, 0), number))
                 store.maintain(POLICY)
             elif event == "restart":
                 store = opened()
@@ -138,6 +157,9 @@ def test_every_agent_reaches_the_head_through_any_history(seed, history):
                 agents += [lagging, WeightCopies(root / f"new{number}", trusted=TRUSTED)]
             for copies in agents:
                 held = copies.held().get(POLICY)
+                if held and store.awaits_bridge(POLICY, held.version, held.digest):
+                    made = make_all(store, Asked(held.version, number))
+                    assert (held.version, number) in [pair[:2] for pair in made]
                 plan = store.plan(POLICY, held and held.version, held.digest if held else "")
                 if plan is not None:
                     assert deliver(store, copies, plan).version == number

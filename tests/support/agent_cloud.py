@@ -11,6 +11,7 @@ from cloud_trainer.numpy_trainer import make_numpy_model
 from edge_agent.config import AgentConfig, AgentTable, FakeEngineTable
 from edge_agent.daemon import MakeEngine, make_engine, run_daemon
 from scheduler.weight_versions import WeightVersions
+from transport.chunk_parts import place_of
 from transport.envelope import LIMITS, decode, encode
 from transport.errors import LinkClosed, LinkError
 from transport.keys import DeploymentKeys, Peer, create_keys
@@ -34,7 +35,7 @@ from transport.messages import (
     WeightsRequest,
     Welcome,
 )
-from transport.runtime.settings import TransportConfig
+from transport.runtime.settings import RelayAddress, TransportConfig
 from transport.trajectory import TrajectoryGroup, unpack
 from transport.weights.folder import read_model_folder
 from transport.weights.manifest import sign
@@ -60,6 +61,7 @@ class AgentCloud:
         )
         self._newest: tuple[Publication, dict[str, TensorBytes]] | None = None
         self.policies: tuple[str, ...] = (POLICY,)
+        self.relays: tuple[RelayAddress, ...] = ()
         self.heard: list[Message] = []
         self.bodies: dict[str, bytes] = {}
         self.unknown: tuple[str, ...] = ()
@@ -127,6 +129,7 @@ class AgentCloud:
                 trajectories_port=self._ports[Plane.TRAJECTORIES],
                 weights_port=self._ports[Plane.WEIGHTS],
                 keys=str(self.folder / "keys"),
+                relays=self.relays,
             ),
             agent=AgentTable(**values),
         )
@@ -266,9 +269,9 @@ class AgentCloud:
             case WeightsRequest():
                 self._standing = (route, message)
                 self._answer_standing()
-            case ChunkRequest(digest=digest, indices=indices):
+            case ChunkRequest(digest=digest, indices=indices, part_bytes=part_bytes):
                 for index in indices:
-                    self._give_chunk(route, digest, index)
+                    self._give_piece(route, digest, index, part_bytes)
 
     def _answer_standing(self) -> None:
         if self._standing is None:
@@ -281,17 +284,20 @@ class AgentCloud:
             self._standing = None
             self._send(Plane.WEIGHTS, route, plan)
 
-    def _give_chunk(self, route: bytes, digest: str, index: int) -> None:
-        data = self.versions.read_chunk(digest, index)
-        if data is None:
-            chunk = Chunk(digest=digest, index=index, found=False)
+    def _give_piece(self, route: bytes, digest: str, index: int, part_bytes: int) -> None:
+        place = place_of(index, part_bytes, self.versions.chunk_bytes(digest) or 0)
+        data = None if place is None else self.versions.read_chunk(digest, place.number)
+        if place is None or data is None:
+            chunk = Chunk(digest=digest, index=index, part_bytes=part_bytes, found=False)
             self._send(Plane.WEIGHTS, route, chunk)
             return
+        data = data[place.start : place.stop]
         self.chunks_served += 1
         if self.damage_chunks:
             self.damage_chunks -= 1
             data = bytes([data[0] ^ 1]) + data[1:]
-        self._send(Plane.WEIGHTS, route, Chunk(digest=digest, index=index), [data])
+        chunk = Chunk(digest=digest, index=index, part_bytes=part_bytes)
+        self._send(Plane.WEIGHTS, route, chunk, [data])
 
     def _send(
         self, plane: Plane, route: bytes, message: Message, payload: list[bytes] | None = None

@@ -324,7 +324,17 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
     (VersionOffer(manifest=b"\x81\xa1v\x0d", signature=SIGNATURE, key_id="ab" * 8), ()),
     (VersionDurable(policy=POLICY, version=13), ()),
     (VersionRejected(policy=POLICY, version=13, code="integrity.base", message="wrong base"), ()),
-    (WeightsRequest(policy=POLICY, have_version=12, have_digest=DIGEST, upto=16), ()),
+    (
+        WeightsRequest(
+            policy=POLICY,
+            have_version=12,
+            have_digest=DIGEST,
+            upto=16,
+            rate_bytes_s=6.25e6,
+            decode_cells_s=4e8,
+        ),
+        (),
+    ),
     (
         WeightsPlan(
             policy=POLICY,
@@ -340,8 +350,18 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
         ),
         (),
     ),
-    (ChunkRequest(digest=DIGEST, indices=(0, 1, 2, 300)), ()),
-    (Chunk(digest=DIGEST, index=300), (b"\x00\xff" * 8,)),
+    (
+        ChunkRequest(
+            digest=DIGEST,
+            indices=(0, 300),
+            part_bytes=65536,
+            chunk_digests=(b"\x01" * 16, b"\x02" * 16),
+            chunk_bytes=1048576,
+            file_bytes=20000000,
+        ),
+        (),
+    ),
+    (Chunk(digest=DIGEST, index=300, part_bytes=65536), (b"\x00\xff" * 8,)),
 )
 
 _LENGTH = struct.Struct("<I")

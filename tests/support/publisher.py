@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from service_world import POLICY, PlaneLink
 
+from transport.chunk_parts import place_of
 from transport.keys import SigningKey, trainer_name
 from transport.messages import Chunk, ChunkRequest, VersionDurable, VersionOffer
 from transport.weights.folder import write_model_folder
@@ -75,9 +76,13 @@ class Trainer:
             for index in request.indices:
                 if self.silent:
                     continue
-                start = index * entry.chunk_bytes
-                chunk = bytes(data[start : start + entry.chunk_bytes])
-                await link.send(Chunk(digest=request.digest, index=index), (chunk,))
+                place = place_of(index, request.part_bytes, entry.chunk_bytes)
+                assert place is not None
+                chunk = data[place.number * entry.chunk_bytes :][: entry.chunk_bytes]
+                await link.send(
+                    Chunk(digest=request.digest, index=index, part_bytes=request.part_bytes),
+                    (bytes(chunk[place.start : place.stop]),),
+                )
 
     async def publish(self, link: PlaneLink, made: Publication) -> None:
         giving = asyncio.create_task(self.give(link, made))

@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 
 from scheduler.config import SchedulerConfig, SchedulerTable
-from scheduler.plane_hub import PlaneHub
 from transport.envelope import LIMITS, decode, encode
 from transport.errors import WindowFull
 from transport.keys import KeyPair, create_keys, load_server_key
 from transport.links import Link
 from transport.messages import Hello, Message, Ping, Plane, Pong, Welcome
+from transport.plane_hub import PlaneHub
 from transport.plane_links import link_options
 from transport.runtime.clock import SystemClock
 from transport.runtime.settings import TransportConfig

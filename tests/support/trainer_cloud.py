@@ -15,7 +15,9 @@ from cloud_trainer.daemon import run_daemon
 from cloud_trainer.factory import MakeTrainer, make_trainer
 from cloud_trainer.numpy_trainer import make_numpy_model
 from scheduler.weight_versions import WeightVersions
+from transport.chunk_parts import ChunkSource
 from transport.chunks import ChunkFetcher
+from transport.delivery_window import DeliveryWindow
 from transport.envelope import LIMITS, decode, encode
 from transport.errors import LinkClosed, LinkError, ProtocolError
 from transport.keys import DeploymentKeys, Peer, create_keys
@@ -232,12 +234,14 @@ class TrainerCloud:
             case VersionOffer(manifest=manifest, signature=signature, key_id=key_id):
                 signed = SignedManifest(manifest=manifest, signature=signature, key_id=key_id)
                 await self._offered(hub, route, signed)
-            case Chunk(digest=digest, index=index) if self._fetch is not None:
+            case Chunk(digest=digest, index=index, part_bytes=part) if self._fetch is not None:
                 fetcher = self._fetch[2]
-                accepted = fetcher.chunk_arrived(digest, index, payload[0], self._now())
+                accepted = fetcher.chunk_arrived(
+                    "trainer", digest, index, part, payload[0], self._now()
+                )
                 if accepted is not None:
                     blobs = self.versions.blobs(POLICY)
-                    blobs.write_chunk(accepted.entry, index, payload[0])
+                    blobs.write_chunk(accepted.entry, accepted.index, accepted.data)
                     if accepted.file_complete:
                         blobs.complete(accepted.entry)
                 self._go_on(hub, route)
@@ -249,18 +253,19 @@ class TrainerCloud:
             self._send(hub, route, rejection)
             return
         if self._fetch is not None and route != self._route:
-            self._fetch[2].link_cut()
+            self._fetch[2].source_up("trainer")
         self._route = route
         if self._fetch is None or self._fetch[0] != signed:
             known = {stored.version: stored for stored in self.versions.versions(POLICY)}
             entries = () if manifest.version in known else manifest.files
-            self._fetch = (signed, manifest, ChunkFetcher(entries))
+            sources = [ChunkSource("trainer", DeliveryWindow())]
+            self._fetch = (signed, manifest, ChunkFetcher(entries, sources=sources))
         self._go_on(hub, route)
 
     def _go_on(self, hub: Hub, route: bytes) -> None:
         assert self._fetch is not None
         signed, manifest, fetcher = self._fetch
-        for request in fetcher.next_requests(self._now()):
+        for _, request in fetcher.next_requests(self._now()):
             self._send(hub, route, request)
         if not fetcher.done:
             return

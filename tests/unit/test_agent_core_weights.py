@@ -1,5 +1,6 @@
 """The edge agent's decisions about weights, as stories."""
 
+import msgspec
 import pytest
 from agent_story import (
     POLICY,
@@ -24,6 +25,7 @@ from edge_agent.core.effects import (
     RunAttempt,
     SwapWeights,
     ToTrajectoryLog,
+    VerifyWeights,
 )
 from edge_agent.core.events import (
     CopyDiscarded,
@@ -35,6 +37,8 @@ from edge_agent.core.events import (
     StageFailed,
     SwapFailed,
     Tick,
+    VerifyFailed,
+    WeightsVerified,
 )
 from transport.messages import (
     AttemptFailed,
@@ -134,6 +138,73 @@ def test_a_failed_swap_aborts_what_runs_on_the_unknown_weights() -> None:
     assert one(AbortAttempt, effects).attempt == offer(2).attempt
     assert [failed.code for failed in said(AttemptFailed, effects)] == ["weights.unverified"]
     assert one(ToTrajectoryLog, story.feed(GroupSpooled(summary=summary(offer(1)))))
+
+
+def checks_of(story: Story, versions: range) -> list[tuple[int, bool, bool]]:
+    """Which swaps are followed by a check (that succeeds), with (rescan, read_back)."""
+    found = []
+    for version in versions:
+        for check in of(VerifyWeights, story.serve(version)):
+            found.append((version, check.rescan, check.read_back))
+            assert story.feed(WeightsVerified(policy=POLICY, ticket=check.ticket)) == []
+    return found
+
+
+def test_copy_and_engine_are_checked_on_schedule() -> None:
+    story = Story(verify_every_swaps=6, read_back_every_swaps=4).up(version=None)
+    assert checks_of(story, range(1, 13)) == [
+        (1, False, True), (2, False, True), (4, False, True), (6, True, False), (8, False, True),
+        (12, True, True),
+    ]  # fmt: skip
+    assert checks_of(Story(verify_every_swaps=0, read_back_every_swaps=0).up(), range(1, 40)) == []
+
+
+def test_a_failed_check_discards_the_copy_and_no_job_is_taken_until_it_is_healed() -> None:
+    story = Story().up(version=None)
+    story.scheduler(offer(1))
+    check = one(VerifyWeights, story.serve(1))
+    failed = VerifyFailed(policy=POLICY, ticket=check.ticket, code="engine.weights")
+    effects = story.feed(failed)
+    assert not one(DiscardCopy, effects).unload
+    assert one(AbortAttempt, effects).attempt == offer(1).attempt
+    assert [failure.code for failure in said(AttemptFailed, effects)] == ["weights.unverified"]
+    assert story.feed(failed) == []
+    assert reason_for(story.scheduler(offer(2))) == "weights_unavailable"
+    story.feed(CopyDiscarded(policy=POLICY))
+    (request, *_) = asked(story.wait(1.0))
+    assert request.have_version is None
+    assert one(VerifyWeights, story.serve(2)).read_back, "the first swap after it is looked at"
+    assert reason_for(story.scheduler(offer(3))) == ""
+
+
+def test_a_check_that_fails_late_stops_the_fetch_and_the_swap_after_it() -> None:
+    for staged in (False, True):
+        story = Story().up(version=None)
+        check = one(VerifyWeights, story.serve(1))
+        fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
+        if staged:
+            story.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket))
+        failed = VerifyFailed(policy=POLICY, ticket=check.ticket, code="integrity.copy")
+        effects = story.feed(failed)
+        assert one(DiscardCopy, effects)
+        assert [c.ticket for c in of(CancelFetch, effects)] == [fetched.ticket] * (not staged)
+        assert story.feed(story.swapped(2, fetched.ticket)) == []
+        assert not story.core.status().policies[POLICY][1]
+
+
+def test_requests_state_what_was_measured_for_all_policies() -> None:
+    story = Story().up(version=1)
+    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(2))))
+    story.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket))
+    swapped = story.swapped(2, fetched.ticket)
+    measured = msgspec.structs.replace(swapped, rate_bytes_s=3e6, decode_cells_s=5e8)
+    (request,) = asked(story.feed(measured))
+    assert (request.rate_bytes_s, request.decode_cells_s) == (3e6, 5e8)
+    (request,) = asked(story.serve(3))
+    assert (request.rate_bytes_s, request.decode_cells_s) == (3e6, 5e8)
+    story.scheduler(HostedPolicies(policies=(POLICY, "other/solver")))
+    (request,) = asked(story.feed(CopyOpened(policy="other/solver", version=None)))
+    assert request.rate_bytes_s == 3e6
 
 
 def test_back_off_grows_and_is_bounded() -> None:

@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from scheduler.fair_sender import MAX_QUEUED, FairSender
 from transport.errors import PeerUnreachable, WindowFull
+from transport.fair_sender import MAX_QUEUED, FairSender
 
 
 class Wire:

@@ -17,7 +17,7 @@ from edge_agent.engines.fake_policy import END, solve
 from transport.errors import GenerationFailed, ModelError, WeightApplyFailed
 from transport.runtime.clock import ManualClock
 from transport.weights.folder import read_model_folder
-from transport.weights.tensors import TensorBytes
+from transport.weights.patch import CellList, CellRun, whole
 
 POLICY = "toy/solver"
 
@@ -170,8 +170,9 @@ async def test_tokens_before_and_after_a_swap_carry_their_versions(model: Path) 
     bias = dict(engine.read_weights(POLICY))["bias"]
     steered = np.zeros(64, np.float32)
     steered[9] = 1e4
-    data = (steered.view(np.uint32) >> 16).astype("<u2").tobytes()
-    await engine.apply(POLICY, 1, {"bias": TensorBytes("BF16", bias.shape, data)})
+    cells = (steered.view(np.uint32) >> 16).astype("<u2")
+    assert cells.size == bias.cells().size
+    await engine.apply(POLICY, 1, {"bias": (CellRun(0, cells),)})
     await time.advance(5.0)
     (completion,) = await task
     assert completion.versions == (0,) * 7 + (1,) * 13
@@ -210,9 +211,9 @@ async def test_weights_that_are_not_finite_are_refused(model: Path) -> None:
     engine = FakeEngine(1)
     await engine.load_policy(POLICY, model, 0)
     before = dict(engine.read_weights(POLICY))
-    poison = TensorBytes("BF16", before["bias"].shape, b"\xc0\x7f" * 64)
+    poison = CellList(np.array([5]), np.array([0x7FC0], "<u2"))
     with pytest.raises(WeightApplyFailed, match="not finite"):
-        await engine.apply(POLICY, 1, {"bias": poison})
+        await engine.apply(POLICY, 1, {"bias": (poison,)})
     assert engine.version(POLICY) == 0
     assert dict(engine.read_weights(POLICY)) == before == read_model_folder(model)
 
@@ -243,7 +244,7 @@ async def test_the_numpy_trainer_learns_from_it(model: Path) -> None:
         completions = await task
         shares.append(right_share(completions, engine, "7"))
         trainer.step([training_group(completions, prompt, engine)])
-        await engine.apply(POLICY, step + 1, trainer.published_state())
+        await engine.apply(POLICY, step + 1, whole(trainer.published_state()))
     assert np.mean(shares[:3]) < 0.7
     assert np.mean(shares[-3:]) > 0.9
 

@@ -17,6 +17,7 @@ from transport.keys import (
     SignerKey,
     SigningKey,
     create_keys,
+    load_relay_key,
     load_signers,
     load_toml,
     trainer_name,
@@ -298,6 +299,22 @@ def test_a_deployment_gets_every_key_it_needs(tmp_path):
     public = load_toml(folder / "server.public.toml", PublicKey)
     assert public == keys.server.public
     assert set(load_signers(folder / "signers")) == {keys.signers[POLICY].public.key_id}
+
+
+def test_a_relay_is_one_peer_more_whose_public_key_agents_can_get(tmp_path):
+    keys = create_keys(tmp_path, relays=["eu"])
+    relay = keys.relays["eu"]
+    assert (relay.role, relay.policy) == (Role.RELAY, None)
+    assert load_relay_key(tmp_path, "eu") == relay.public_key
+    assert AllowList(tmp_path / "authorized", 0.0).lookup(relay.public_key).role is Role.RELAY
+    assert create_keys(tmp_path, relays=["eu"]).relays == keys.relays
+    with pytest.raises(ConfigError, match=r"us\.toml"):
+        load_relay_key(tmp_path, "us")
+    (tmp_path / "relays" / "us.toml").write_text(
+        (tmp_path / "authorized" / "operator.toml").read_text()
+    )
+    with pytest.raises(ConfigError, match="not of a relay"):
+        load_relay_key(tmp_path, "us")
 
 
 def test_secrets_and_their_folder_are_closed_to_others(tmp_path):

@@ -3,11 +3,12 @@
 import pytest
 
 from transport.messages import KINDS, Message, Plane, Role
-from transport.permissions import HUB_ROLE, PERMISSIONS, may_send
+from transport.permissions import HUB_ROLE, PERMISSIONS, may_send, may_send_at_relay
 
 C, T, W = Plane.CONTROL, Plane.TRAJECTORIES, Plane.WEIGHTS
 AGENT, TRAINER, SERVICE = Role.AGENT, Role.TRAINER, Role.SERVICE
 OPERATOR, VIEWER, SCHEDULER = Role.OPERATOR, Role.VIEWER, Role.SCHEDULER
+RELAY = Role.RELAY
 
 MEANT: dict[str, set[tuple[Role, Plane]]] = {
     "Hello": {(AGENT, C), (TRAINER, C), (SERVICE, C)},
@@ -52,7 +53,7 @@ MEANT: dict[str, set[tuple[Role, Plane]]] = {
     "VersionRejected": {(SERVICE, W)},
     "WeightsRequest": {(AGENT, W)},
     "WeightsPlan": {(SERVICE, W)},
-    "ChunkRequest": {(AGENT, W), (SERVICE, W)},
+    "ChunkRequest": {(AGENT, W), (RELAY, W), (SERVICE, W)},
     "Chunk": {(TRAINER, W), (SERVICE, W)},
 }
 
@@ -68,6 +69,17 @@ def test_a_message_is_allowed_to_exactly_the_roles_and_planes_meant(kind_type):
 def test_the_table_names_every_message_and_no_other():
     assert set(MEANT) == {kind_type.__name__ for kind_type in KINDS.values()}
     assert {kind for kinds in PERMISSIONS.values() for kind in kinds} == set(KINDS.values())
+
+
+def test_at_a_relay_agents_ask_for_chunks_and_it_gives_them_and_nothing_else_is_said():
+    allowed = {
+        (role, plane, kind.__name__)
+        for role in Role
+        for plane in Plane
+        for kind in KINDS.values()
+        if may_send_at_relay(role, plane, kind)
+    }
+    assert allowed == {(AGENT, W, "ChunkRequest"), (RELAY, W, "Chunk"), (RELAY, W, "Refuse")}
 
 
 def test_a_type_without_kind_byte_is_allowed_to_nobody():

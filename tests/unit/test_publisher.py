@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import structlog
 
 from cloud_trainer.chunk_service import ChunkService
+from cloud_trainer.config import PublicationTable
 from cloud_trainer.core.effects import BuildVersion
 from cloud_trainer.numpy_trainer import make_numpy_model
 from cloud_trainer.outbox import Outbox
@@ -25,7 +27,7 @@ from transport.messages import BodyRequest, Chunk, ChunkRequest, Plane, VersionO
 from transport.plane_links import PlaneLinks
 from transport.runtime.clock import ManualClock
 from transport.runtime.settings import TransportConfig
-from transport.weights.digest import state_digest
+from transport.weights.digest import full_digest, state_digest
 from transport.weights.folder import read_model_folder
 from transport.weights.manifest import SignedManifest, decode_manifest, sign, verify
 from transport.weights.publication import build_version0
@@ -56,7 +58,7 @@ class Setting:
             self.states.append(changed)
         self.outbox = Outbox(folder / "outbox")
 
-    def publisher(self, at: int = 0) -> Publisher:
+    def publisher(self, at: int = 0, **settings: Any) -> Publisher:
         return Publisher(
             self.outbox,
             SIGNER,
@@ -66,6 +68,7 @@ class Setting:
             model=self.model,
             base_version=at,
             base=self.states[at],
+            table=PublicationTable(**settings),
         )
 
     def publish(self, publisher: Publisher, step: int) -> VersionOffer:
@@ -125,6 +128,24 @@ def test_what_was_measured_is_told(setting: Setting) -> None:
     assert 0 < facts["changed_cells"] <= 50
     assert facts["total_cells"] == facts["full_bytes"] // 2
     assert facts["file_bytes"] < facts["full_bytes"]
+    assert 0 < sum(facts["coded_bytes"].values()) < facts["file_bytes"]
+    assert facts["encode_s"] >= 0
+    assert facts["store_s"] >= 0
+
+
+def test_the_settings_decide_the_coder_and_how_often_all_bytes_are_hashed(
+    setting: Setting,
+) -> None:
+    publisher = setting.publisher(coder="absolute", threads=2, full_digest_every=2)
+    offers = [publisher.build(WHOLE_0)[0]]
+    for step in (1, 2, 3):
+        publisher.capture(step, setting.states[step])
+        offer, facts = publisher.build(BuildVersion(version=step, parent=step - 1, step=step))
+        offers.append(offer)
+        assert facts["coded_bytes"].keys() <= {"list.zstd", "split.zstd", "raw"}
+    full = [decode_manifest(offer.manifest).full_digest for offer in offers]
+    states = [full_digest(state) for state in setting.states]
+    assert full == [states[0], None, states[2], None]
 
 
 def test_a_version_in_the_outbox_is_offered_again_bit_for_bit_after_a_crash(

@@ -14,6 +14,7 @@ from edge_agent.engines.torch_engine import TorchEngine
 from edge_agent.engines.torch_policy import HostedPolicy
 from transport.errors import GenerationFailed, ModelError, WeightApplyFailed
 from transport.weights.folder import read_model_folder
+from transport.weights.patch import CellList, CellRun, whole
 from transport.weights.tensors import TensorBytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
@@ -170,7 +171,7 @@ async def test_sequences_in_flight_go_on_with_the_new_weights_and_say_so(engine,
     async with asyncio.timeout(20):
         while engine.stats().tokens_generated == 0:
             await asyncio.sleep(0.001)
-    pause_s = await engine.apply("p", 4, changed_weights(qwen))
+    pause_s = await engine.apply("p", 4, whole(changed_weights(qwen)))
     assert 0 <= pause_s < 1
     assert engine.version("p") == 4
     completions = await running
@@ -184,12 +185,9 @@ async def test_the_weights_read_back_are_the_bits_that_were_loaded_and_applied(e
     await engine.load_policy("p", qwen, 0)
     before = list(engine.read_weights("p"))
     assert before == list(read_model_folder(qwen).items())
-    reader = engine.read_weights("p")
-    first = next(reader)
     new = changed_weights(qwen)
-    await engine.apply("p", 1, new)
-    await engine.apply("p", 1, new)
-    assert [first, *reader] == before
+    await engine.apply("p", 1, whole(new))
+    await engine.apply("p", 1, whole(new))
     assert list(engine.read_weights("p")) == list(new.items())
 
 
@@ -198,18 +196,22 @@ async def test_new_weights_change_the_log_probabilities_to_those_of_the_new_mode
 ):
     other = random_qwen3(tmp_path / "other", seed=9)
     await engine.load_policy("p", qwen, 0)
-    await engine.apply("p", 1, read_model_folder(other))
+    await engine.apply("p", 1, whole(read_model_folder(other)))
     (completion,) = await engine.generate(request((3, 4, 5), max_new_tokens=20))
     expected = recomputed(other, (3, 4, 5), completion)
     assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
+def cells(*values):
+    return np.array(values, "<u2")
+
+
 NORM = "model.norm.weight"
 UNFIT = {
-    "unknown name": ({"model.nrm.weight": TensorBytes("BF16", (32,), bytes(64))}, "no tensor"),
-    "wrong shape": ({NORM: TensorBytes("BF16", (31,), bytes(62))}, "(31,)"),
-    "wrong type": ({NORM: TensorBytes("F32", (32,), bytes(128))}, "F32"),
-    "not finite": ({NORM: TensorBytes("BF16", (32,), b"\x80\x7f" * 32)}, "not finite"),
+    "unknown name": ({"model.nrm.weight": (CellRun(0, cells(0)),)}, "no tensor"),
+    "too many": ({NORM: (CellRun(0, cells(*range(33))),)}, "33 cells"),
+    "wrong type": ({NORM: (CellRun(0, cells(0).astype("<u4")),)}, "uint32"),
+    "not finite": ({NORM: (CellList(np.array([9]), cells(0x7F80)),)}, "not finite"),
 }
 
 
@@ -219,7 +221,7 @@ async def test_weights_that_do_not_fit_change_nothing(engine, qwen, bad, message
     good = changed_weights(qwen)
     first = min(good)
     with pytest.raises(WeightApplyFailed) as error:
-        await engine.apply("p", 8, {first: good[first], **bad})
+        await engine.apply("p", 8, {**whole({first: good[first]}), **bad})
     assert message in str(error.value)
     assert "p version 8" in str(error.value)
     assert engine.version("p") == 7
@@ -255,7 +257,7 @@ async def test_policies_do_not_share_weights_versions_or_batches(engine, qwen, t
             assert set(completion.versions) == {version}
             expected = recomputed(folder, (3, 4), completion)
             assert completion.logprobs == pytest.approx(expected, abs=1e-4)
-    await engine.apply("a", 2, changed_weights(qwen))
+    await engine.apply("a", 2, whole(changed_weights(qwen)))
     assert (engine.version("a"), engine.version("b"), engine.version("c")) == (2, 5, None)
 
 
@@ -302,11 +304,11 @@ async def test_a_cancelled_request_leaves_the_engine_and_the_others(engine, qwen
 async def test_logits_that_are_not_finite_fail_the_request_and_new_weights_heal_it(engine, qwen):
     await engine.load_policy("p", qwen, 0)
     good = dict(read_model_folder(qwen))
-    huge = {NORM: TensorBytes("BF16", (32,), b"\x7f\x7f" * 32)}  # 3.39e38, the largest bf16
-    await engine.apply("p", 1, huge)
+    largest = cells(0x7F7F)  # 3.39e38
+    await engine.apply("p", 1, {NORM: (CellRun(0, largest.repeat(32)),)})
     with pytest.raises(GenerationFailed, match="p version 1: the logits are not finite"):
         await engine.generate(request((3, 4), n=4))
-    await engine.apply("p", 2, {NORM: good[NORM]})
+    await engine.apply("p", 2, whole({NORM: good[NORM]}))
     assert len(await engine.generate(request((3, 4), n=4))) == 4
 
 

@@ -3,96 +3,31 @@
 import shutil
 
 import msgspec
-import numpy as np
 import pytest
+from published_versions import (
+    ARTEFACTS,
+    PLACE,
+    POLICY,
+    TRUSTED,
+    Versions,
+    after,
+    tensors,
+)
 from signing import signing_key
 
 from edge_agent.weight_copy import WeightCopies
 from transport.errors import (
     AuthenticationFailed,
     BaseVersionMismatch,
-    ChecksumMismatch,
+    IntegrityError,
     RemoteProtocolError,
     SizeLimitExceeded,
     StoreError,
 )
-from transport.messages import VersionRef, WeightsPlan
 from transport.weights.digest import state_digest
 from transport.weights.folder import read_artefacts, read_model_folder, write_model_folder
 from transport.weights.manifest import DELTA_NAME, sign
-from transport.weights.manifest_folder import StoredManifest
-from transport.weights.publication import build_delta_version, build_version0
-from transport.weights.tensors import TensorBytes
-
-KEY = signing_key()
-POLICY = "r/p"
-PLACE = {"run": "r", "policy": POLICY, "created_wall_s": 0.0}
-ARTEFACTS = {"config.json": b"{}", "tokenizer.json": b"[]"}
-
-TRUSTED = {KEY.key_id: KEY.public}
-
-
-def tensors(seed):
-    rng = np.random.default_rng(seed)
-    return {
-        name: TensorBytes("BF16", (400,), rng.integers(0x3B00, 0x3D00, 400, "<u2").tobytes())
-        for name in "abc"
-    }
-
-
-class Versions:
-    """Published versions 0..n and plans between them, delivered without a network."""
-
-    def __init__(self, folder):
-        write_model_folder(folder, tensors(0), ARTEFACTS)
-        self.folder = folder
-        self.states = {0: tensors(0)}
-        self.publications = {0: build_version0(folder, **PLACE)}
-        for version in range(1, 9):
-            name = "abc"[version % 3]
-            new = {**self.states[version - 1], name: tensors(version)[name]}
-            self.publications[version] = build_delta_version(
-                self.states[version - 1],
-                new,
-                version=version,
-                parent=version - 1,
-                step=version,
-                **PLACE,
-            )
-            self.states[version] = new
-
-    def signed(self, version):
-        return sign(self.publications[version].manifest, KEY)
-
-    def ref(self, version):
-        digest = self.publications[version].manifest.digest
-        return VersionRef(version=version, digest=digest)
-
-    def plan(self, target, have=None):
-        first = 0 if have is None else have + 1
-        steps = []
-        for version in range(first, target + 1):
-            manifest = self.publications[version].manifest
-            steps.append(StoredManifest(manifest, self.signed(version)).step(manifest.files))
-        return WeightsPlan(policy=POLICY, version=target, steps=tuple(steps))
-
-    def deliver(self, copies, plan):
-        entries = copies.wanted(plan)
-        data = {
-            entry.digest: publication.files[entry.name]
-            for publication in self.publications.values()
-            for entry in publication.manifest.files
-        }
-        for entry in entries:
-            copies.blobs(plan.policy).put(entry.digest, (data[entry.digest],))
-        return entries
-
-    def bring(self, copies, target, have=None):
-        plan = self.plan(target, have)
-        self.deliver(copies, plan)
-        staged = copies.stage(plan)
-        copies.commit(staged)
-        return staged
+from transport.weights.publication import build_delta_version
 
 
 @pytest.fixture
@@ -120,7 +55,7 @@ def test_a_first_version_becomes_a_model_folder(open_copies, versions):
     ]  # fmt: skip
     staged = copies.stage(plan)
     assert copies.held() == {}
-    assert staged.changed == versions.states[0]
+    assert after(tensors(5), staged.changed) == versions.states[0]
     copies.commit(staged)
     assert copies.held() == {POLICY: versions.ref(0)}
     folder = copies.folder(POLICY)
@@ -128,7 +63,7 @@ def test_a_first_version_becomes_a_model_folder(open_copies, versions):
     assert read_artefacts(folder) == ARTEFACTS
 
 
-def test_staging_gives_absolute_values_and_touches_nothing(open_copies, versions):
+def test_staging_gives_absolute_values_and_the_held_version_stays(open_copies, versions):
     copies = open_copies()
     versions.bring(copies, 0)
     plan = versions.plan(4, have=0)
@@ -136,9 +71,10 @@ def test_staging_gives_absolute_values_and_touches_nothing(open_copies, versions
     for _ in range(2):
         staged = copies.stage(plan)
         assert (staged.version, staged.digest) == (4, versions.ref(4).digest)
-        assert staged.changed == {name: versions.states[4][name] for name in "abc"}
+        assert after(versions.states[0], staged.changed) == versions.states[4]
+        assert after(versions.states[4], staged.changed) == versions.states[4]
         assert copies.held() == {POLICY: versions.ref(0)}
-        assert copies.tensors(POLICY) == versions.states[0]
+        assert open_copies().held() == {POLICY: versions.ref(0)}
     copies.commit(staged)
     copies.commit(staged)
     assert copies.held() == {POLICY: versions.ref(4)}
@@ -198,10 +134,8 @@ def test_a_plan_from_another_version_is_refused(open_copies, versions):
     for held in (None, 0):
         if held is not None:
             versions.bring(copies, held)
-        plan = versions.plan(3, have=1)
-        versions.deliver(copies, plan)
         with pytest.raises(BaseVersionMismatch):
-            copies.stage(plan)
+            copies.begin(versions.plan(3, have=1))
 
 
 def test_a_staged_version_does_not_replace_what_came_after_it(open_copies, versions):
@@ -216,29 +150,32 @@ def test_a_staged_version_does_not_replace_what_came_after_it(open_copies, versi
     assert copies.held() == {POLICY: versions.ref(2)}
 
 
-def test_files_of_a_staged_version_stay_while_the_next_plan_comes(open_copies, versions):
+def test_the_next_plan_takes_a_staged_version_back(open_copies, versions):
     copies = open_copies()
     versions.bring(copies, 0)
     plan = versions.plan(1, have=0)
     versions.deliver(copies, plan)
     staged = copies.stage(plan)
-    copies.wanted(versions.plan(2, have=1))
-    copies.commit(staged)
-    assert open_copies().held() == {POLICY: versions.ref(1)}
+    with pytest.raises(BaseVersionMismatch):
+        copies.begin(versions.plan(2, have=1))
+    assert copies.tensors(POLICY) == versions.states[0]
+    with pytest.raises(BaseVersionMismatch):
+        copies.commit(staged)
+    assert open_copies().held() == {POLICY: versions.ref(0)}
 
 
 def test_leftovers_of_an_earlier_plan_are_removed_and_chunks_of_this_one_stay(
     open_copies, versions
 ):
     copies = open_copies()
-    versions.bring(copies, 0)
+    versions.bring(copies, 1)
     blobs = copies.blobs(POLICY)
-    old = versions.publications[1].manifest.delta
-    blobs.write_chunk(old, 0, versions.publications[1].files[DELTA_NAME])
+    old = versions.publications[3].manifest.delta
+    blobs.write_chunk(old, 0, versions.publications[3].files[DELTA_NAME])
     new = versions.publications[2].manifest.delta
     blobs.write_chunk(new, 0, versions.publications[2].files[DELTA_NAME])
     copies = open_copies()
-    assert copies.wanted(versions.plan(2, have=1)) == [new]
+    assert copies.wanted(versions.plan(2, have=1)) == (new,)
     assert copies.blobs(POLICY).present(old) == frozenset()
     assert copies.blobs(POLICY).present(new) == {0}
 
@@ -249,11 +186,12 @@ def test_damaged_files_are_refused_and_the_copy_stays(open_copies, versions):
     plan = versions.plan(1, have=0)
     (entry,) = versions.deliver(copies, plan)
     copies.blobs(POLICY).path(entry.digest).write_bytes(b"x" * entry.size_bytes)
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(IntegrityError):
         copies.stage(plan)
+    assert copies.tensors(POLICY) == versions.states[0]
     with pytest.raises(StoreError):
         copies.stage(plan)
-    assert copies.wanted(plan) == [entry]
+    assert copies.wanted(plan) == (entry,)
     assert copies.tensors(POLICY) == versions.states[0]
     assert open_copies().held() == {POLICY: versions.ref(0)}
 
@@ -341,6 +279,7 @@ def test_a_snapshot_replaces_a_copy_and_changes_only_what_differs(open_copies, v
     assert "config.json" not in {entry.name for entry in wanted}
     staged = copies.stage(plan)
     assert staged.changed.keys() == {"c"}
+    assert after(versions.states[1], staged.changed) == versions.states[2]
     copies.commit(staged)
     assert copies.tensors(POLICY) == versions.states[2]
     assert read_artefacts(copies.folder(POLICY)) == ARTEFACTS
@@ -350,7 +289,7 @@ def test_a_snapshot_replaces_a_copy_and_changes_only_what_differs(open_copies, v
 def test_a_local_folder_with_the_same_digests_spares_the_download(open_copies, versions):
     copies = open_copies()
     staged = copies.match_local(POLICY, versions.folder, versions.signed(0))
-    assert staged.changed == versions.states[0]
+    assert after(tensors(5), staged.changed) == versions.states[0]
     copies.commit(staged)
     (versions.folder / "model.safetensors").unlink()
     assert copies.tensors(POLICY) == versions.states[0]

@@ -22,6 +22,7 @@ from transport.weights.manifest import (
     VersionManifest,
     check_manifest,
     chunk_bytes_for,
+    composite_name,
     decode_manifest,
     describe_file,
     is_artefact_name,
@@ -110,11 +111,16 @@ def test_unknown_keys_other_policies_and_changed_bytes_are_refused():
         (RemoteProtocolError, {"base_digest": "B" * 64}),
         (RemoteProtocolError, {"digest": "a" * 63}),
         (RemoteProtocolError, {"fingerprint": "../" + "a" * 61}),
+        (RemoteProtocolError, {"full_digest": "a" * 63}),
+        (RemoteProtocolError, {"full_digest": ""}),
         (RemoteProtocolError, {"files": (entry(), entry())}),
         (SizeLimitExceeded, {"files": (entry(),) * 5000}),
         (RemoteProtocolError, {"files": (entry("../delta.safetensors"),)}),
         (RemoteProtocolError, {"files": (entry("config.json", "snapshot"),)}),
         (RemoteProtocolError, {"files": (entry("modeling.py", "artefact"),)}),
+        (RemoteProtocolError, {"files": (entry("delta.safetensors", "composite"),)}),
+        (RemoteProtocolError, {"files": (entry("delta-from-0000001.safetensors", "composite"),)}),
+        (RemoteProtocolError, {"files": (entry("delta-from-00000001.safetensors"),)}),
         (RemoteProtocolError, {"files": (entry("model.safetensors\n", "snapshot"),)}),
     ],
 )
@@ -140,6 +146,44 @@ def test_a_manifest_that_cannot_be_is_refused(error, changes):
 def test_a_file_entry_that_cannot_be_is_refused(error, changes):
     with pytest.raises(error):
         check_manifest(manifest(files=(msgspec.structs.replace(entry(), **changes),)))
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        ((-1, 2),),
+        ((0, 0),),
+        ((0, -1),),
+        ((0, 11),),
+        ((10, 1),),
+        ((1 << 62, 1 << 62),),
+        ((4, 2), (0, 2)),
+        ((0, 3), (2, 2)),
+        ((0, 3), (0, 3)),
+    ],
+)
+def test_segments_lie_inside_the_file_in_order_and_apart(segments):
+    good = msgspec.structs.replace(entry(), segments=((0, 3), (3, 1), (5, 5)))
+    check_manifest(manifest(files=(good,)))
+    with pytest.raises(RemoteProtocolError, match="segment"):
+        check_manifest(manifest(files=(msgspec.structs.replace(good, segments=segments),)))
+
+
+def test_only_deltas_and_composites_have_segments():
+    composite = entry(composite_name(7), "composite")
+    check_manifest(manifest(files=(msgspec.structs.replace(composite, segments=((0, 1),)),)))
+    snapshot = entry("model.safetensors", "snapshot")
+    with pytest.raises(RemoteProtocolError, match="no segments"):
+        check_manifest(manifest(files=(msgspec.structs.replace(snapshot, segments=((0, 1),)),)))
+
+
+def test_a_manifest_finds_its_delta_and_its_composite():
+    composite = entry(composite_name(12345678), "composite")
+    both = manifest(files=(entry(), composite), full_digest="d" * 64)
+    check_manifest(both)
+    assert (both.delta, both.composite) == (entry(), composite)
+    assert manifest(files=()).composite is None
+    assert decode_manifest(msgspec.msgpack.encode(both)) == both
 
 
 def test_artefacts_have_a_limit_of_their_own():

@@ -2,12 +2,14 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from transport.errors import IntegrityError, ModelError, StoreError
-from transport.weights.digest import StateDigest, state_digest
+from transport.weights.delta_encode import encode_delta
+from transport.weights.digest import StateDigest, full_digest, state_digest
 from transport.weights.folder import (
     check_artefacts,
     link_model_folder,
@@ -18,7 +20,7 @@ from transport.weights.folder import (
     write_model_folder,
 )
 from transport.weights.manifest import INDEX_NAME, check_manifest, describe_file
-from transport.weights.publication import build_delta_version, build_version0
+from transport.weights.publication import build_delta_version, build_version0, publish_delta
 from transport.weights.tensors import TensorBytes, read_safetensors
 
 
@@ -60,6 +62,7 @@ def test_version_0_carries_weights_and_what_describes_them_and_nothing_else(mode
     assert publication.files.keys() == {entry.name for entry in manifest.files}
     assert read_safetensors(publication.files["model.safetensors"]) == tensors()
     assert manifest.digest == state_digest(tensors())
+    assert manifest.full_digest == full_digest(tensors())
     assert manifest.full_bytes == 5 * 200
     for entry in manifest.files:
         assert entry == describe_file(entry.name, entry.kind, publication.files[entry.name])
@@ -124,8 +127,37 @@ def test_versions_follow_from_one_another(model):
     assert manifest.base_digest == first.manifest.digest
     assert manifest.digest == state_digest(new)
     assert manifest.fingerprint == first.manifest.fingerprint
+    assert manifest.full_bytes == first.manifest.full_bytes
+    assert manifest.full_digest is None
     assert second.digests == StateDigest.of(new)
     assert len(manifest.delta.chunk_digests) == -(-manifest.delta.size_bytes // 100)
+
+
+def test_the_full_digest_is_computed_where_it_is_wanted():
+    new = {**tensors(), **tensors(1, "ad")}
+    options = {"run": "r", "policy": "r/p", "version": 1, "parent": 0, "step": 1}
+    plain, full = (
+        build_delta_version(
+            tensors(), new, created_wall_s=0.0, with_full_digest=wanted, threads=2, **options
+        )
+        for wanted in (False, True)
+    )
+    assert full.manifest == msgspec.structs.replace(plain.manifest, full_digest=full_digest(new))
+    assert full.files == plain.files
+
+
+def test_only_changed_weights_are_looked_at_and_the_first_bad_one_is_named():
+    bad = {"w": TensorBytes("F32", (2,), np.array([np.inf, 1], "<f4").tobytes()), **tensors()}
+    new = {**bad, "w": TensorBytes("F32", (2,), np.array([np.inf, 2], "<f4").tobytes())}
+    delta = encode_delta(bad, new, run="r", policy="r/p", version=1, parent=0)
+    assert publish_delta(delta, step=1, created_wall_s=0.0).manifest.digest == state_digest(new)
+    nan = TensorBytes("F32", (50,), np.full(50, np.nan, "<f4").tobytes())
+    delta = encode_delta(
+        new, {**new, "d": nan, "b": nan}, run="r", policy="r/p", version=2, parent=1,
+        segment_cells=50,
+    )  # fmt: skip
+    with pytest.raises(IntegrityError, match="'b'"):
+        publish_delta(delta, step=1, created_wall_s=0.0)
 
 
 @pytest.mark.parametrize(

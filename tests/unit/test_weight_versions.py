@@ -1,69 +1,39 @@
 """The weight store's versions on disk: taking, serving, keeping, surviving."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
-import numpy as np
 import pytest
 from signing import signing_key
+from version_store import (
+    KEY,
+    POLICY,
+    TRUSTED,
+    Publisher,
+    add,
+    filled,
+    follow,
+    make_all,
+    opened,
+    shape,
+)
 
+from scheduler.weight_upkeep import Asked
 from scheduler.weight_versions import WeightVersions
 from transport.errors import (
     AuthenticationFailed,
-    BaseVersionMismatch,
     ChecksumMismatch,
     IntegrityError,
     RemoteProtocolError,
     StoreError,
     TruncatedBlob,
 )
-from transport.weights.blobs import BlobFolder
 from transport.weights.delta_file import encode_delta
-from transport.weights.folder import read_model_folder, write_model_folder
-from transport.weights.manifest import DELTA_NAME, decode_manifest, describe_file, sign
+from transport.weights.folder import read_model_folder
+from transport.weights.manifest import DELTA_NAME, describe_file, sign
 from transport.weights.plan import check_plan
-from transport.weights.publication import build_delta_version, build_version0
-from transport.weights.state import advanced, state_of_snapshot
 from transport.weights.tensors import TensorBytes
-
-KEY = signing_key()
-POLICY = "r/p"
-PLACE = {"run": "r", "policy": POLICY, "created_wall_s": 0.0}
-
-TRUSTED = {KEY.key_id: KEY.public}
-
-
-def tensors(seed):
-    rng = np.random.default_rng(seed)
-    return {
-        name: TensorBytes("BF16", (4000,), rng.integers(0x3B00, 0x3D00, 4000, "<u2").tobytes())
-        for name in "abc"
-    }
-
-
-class Publisher:
-    """A trainer's side: makes versions, remembers every state."""
-
-    def __init__(self, folder, seed=7):
-        write_model_folder(folder, tensors(0), {"config.json": b"{}", "tokenizer.json": b"[]"})
-        self.first = build_version0(folder, **PLACE)
-        self.states = {0: tensors(0)}
-        self.publications = {0: self.first}
-        self.rng = np.random.default_rng(seed)
-
-    def next(self, version, parent=None):
-        parent = version - 1 if parent is None else parent
-        old = self.states[parent]
-        name = "abc"[version % 3]
-        cells = old[name].cells().copy()
-        cells[self.rng.integers(0, 4000, 9)] ^= np.uint16(1)
-        new = {**old, name: TensorBytes("BF16", (4000,), cells.tobytes())}
-        publication = build_delta_version(
-            old, new, version=version, parent=parent, step=version, **PLACE
-        )
-        self.states[version] = new
-        self.publications[version] = publication
-        return publication
 
 
 @pytest.fixture
@@ -73,44 +43,7 @@ def publisher(tmp_path):
 
 @pytest.fixture
 def open_store(tmp_path):
-    def opening(**options):
-        return WeightVersions(tmp_path / "store", trusted=TRUSTED, **options)
-
-    return opening
-
-
-def add(store, publication, **changes):
-    manifest = msgspec.structs.replace(publication.manifest, **changes)
-    return store.add_version(sign(manifest, KEY), publication.files)
-
-
-def filled(store, publisher, upto):
-    add(store, publisher.first)
-    for version in range(1, upto + 1):
-        add(store, publisher.next(version))
-    return store
-
-
-def follow(store, plan, folder, state=None):
-    """What an agent does: check the plan, fetch chunk by chunk, apply."""
-    blobs = BlobFolder(folder)
-    steps = check_plan(plan, TRUSTED)
-    for entry in (entry for step in steps for entry in step.files):
-        for index in range(len(entry.chunk_digests)):
-            data = store.read_chunk(entry.digest, index)
-            assert data is not None
-            blobs.write_chunk(entry, index, data)
-        blobs.complete(entry)
-    for step in steps:
-        if step.delta is not None:
-            state, _ = advanced(state, blobs, step.manifest)
-        elif step.of_kind("snapshot"):
-            state = state_of_snapshot(blobs, step.manifest)
-    return state
-
-
-def shape(plan):
-    return [(decode_manifest(step.manifest).version, step.files) for step in plan.steps]
+    return partial(opened, tmp_path / "store")
 
 
 def test_an_agent_with_nothing_gets_the_model_and_the_way_to_the_head(
@@ -197,7 +130,7 @@ def test_weights_that_are_not_finite_are_refused_even_when_signed(open_store, pu
         digest=delta.digests.hex,
         files=(describe_file(DELTA_NAME, "delta", delta.data),),
     )
-    with pytest.raises(IntegrityError, match="'a' is not finite"):
+    with pytest.raises(IntegrityError, match="'a' gets infinite"):
         store.add_version(sign(manifest, KEY), {DELTA_NAME: delta.data})
 
 
@@ -242,18 +175,20 @@ def test_files_pulled_chunk_by_chunk_are_taken(open_store, publisher):
 
 
 def test_everything_survives_a_restart(open_store, publisher, tmp_path):
-    store = filled(open_store(snapshot_every=2), publisher, 5)
+    store = filled(open_store(cumulative_every=4), publisher, 9)
+    assert make_all(store, Asked(6, 9)) == [(0, 8, True), (4, 8, True), (6, 8, True)]
     store.maintain(POLICY)
     before = store.plan(POLICY)
-    store = open_store(snapshot_every=2)
+    store = open_store(cumulative_every=4)
     assert store.warnings == []
     assert store.plan(POLICY) == before
-    assert store.head(POLICY) == publisher.publications[5].manifest
-    assert follow(store, before, tmp_path / "agent").tensors == publisher.states[5]
-    add(store, publisher.next(6))
-    assert store.reconstruct(POLICY, 6) == publisher.states[6]
-    with pytest.raises(RemoteProtocolError, match="the next one is 7"):
-        add(store, publisher.next(6, parent=5))
+    assert make_all(store, Asked(6, 9)) == []
+    assert store.head(POLICY) == publisher.publications[9].manifest
+    assert follow(store, before, tmp_path / "agent").tensors == publisher.states[9]
+    add(store, publisher.next(10))
+    assert store.reconstruct(POLICY, 10) == publisher.states[10]
+    with pytest.raises(RemoteProtocolError, match="the next one is 11"):
+        add(store, publisher.next(10, parent=9))
 
 
 def test_a_crash_before_the_manifest_leaves_no_version(open_store, publisher, tmp_path):
@@ -271,56 +206,62 @@ def test_a_crash_before_the_manifest_leaves_no_version(open_store, publisher, tm
     assert not (folder / "manifests" / "00000002.tmp").exists()
 
 
-def test_a_snapshot_is_made_when_the_way_has_grown_long(open_store, publisher, tmp_path):
-    store = filled(open_store(snapshot_every=4), publisher, 3)
-    store.maintain(POLICY)
-    assert len(store.plan(POLICY).steps) == 4
-    add(store, publisher.next(4))
-    store.maintain(POLICY)
-    add(store, publisher.next(5))
-    plan = store.plan(POLICY)
-    assert shape(plan) == [
-        (0, ("config.json", "tokenizer.json")),
-        (4, ()),
-        (4, ("model.safetensors",)),
-        (5, (DELTA_NAME,)),
-    ]
-    assert follow(store, plan, tmp_path / "agent").tensors == publisher.states[5]
-
-
 def test_retention_keeps_the_disk_bounded_and_every_retained_version_whole(
     open_store, publisher, tmp_path
 ):
-    store = filled(open_store(snapshot_every=3, keep_versions=4), publisher, 0)
+    options = {"cumulative_every": 3, "keep_versions": 4, "keep_versions_max": 6}
+    store = filled(open_store(**options), publisher, 0)
     files = []
     for version in range(1, 25):
         add(store, publisher.next(version))
+        make_all(store, Asked(version - 3, version))
         store.maintain(POLICY)
         files.append(len(list(store.blobs(POLICY).folder.iterdir())))
     assert max(files) == max(files[:16]) <= 16
     assert [m.version for m in store.versions(POLICY)] == list(range(25))
-    store = open_store(snapshot_every=3, keep_versions=4)
+    store = open_store(**options)
     for version in (0, *range(21, 25)):
         assert store.reconstruct(POLICY, version) == publisher.states[version]
-        plan = store.plan(POLICY, upto=version)
-        agent = follow(store, plan, tmp_path / f"agent{version}")
-        assert agent.tensors == publisher.states[version]
+        for have in (None, 0):
+            digest = publisher.publications[0].manifest.digest if have == 0 else ""
+            plan = store.plan(POLICY, have, digest, upto=version)
+            if plan is None:
+                continue
+            arena = store_arena(store, tmp_path / f"start{version}") if have == 0 else None
+            agent = follow(store, plan, tmp_path / f"agent{version}", arena)
+            assert agent.tensors == publisher.states[version]
     with pytest.raises(StoreError, match="version 9"):
         store.plan(POLICY, upto=9)
     with pytest.raises(StoreError, match="version 9"):
         store.reconstruct(POLICY, 9)
 
 
-def test_what_a_living_agent_holds_can_still_be_continued(open_store, publisher):
-    store = filled(open_store(snapshot_every=4, keep_versions=3), publisher, 0)
-    for version in range(1, 21):
+def store_arena(store, folder):
+    """What an agent has that holds version 0."""
+    return follow(store, store.plan(POLICY, upto=0), folder)
+
+
+def test_what_a_living_agent_holds_can_still_be_continued_within_bounds(open_store, publisher):
+    options = {"keep_versions": 3, "keep_versions_max": 16, "cumulative_every": 4}
+    store = filled(open_store(**options), publisher, 0)
+    for version in range(1, 19):
         add(store, publisher.next(version))
-        store.maintain(POLICY, min_acked=min(version, 5))
-    plan = store.plan(POLICY, 5, publisher.publications[5].manifest.digest)
-    assert [version for version, _ in shape(plan)] == list(range(6, 21))
-    store.maintain(POLICY, min_acked=19)
-    plan = store.plan(POLICY, 5, publisher.publications[5].manifest.digest)
-    assert shape(plan)[0][1] == ("config.json", "tokenizer.json")
+        make_all(store)
+        store.maintain(POLICY, acked=[min(version, 3), version])
+    digest = publisher.publications[3].manifest.digest
+    assert [version for version, _ in shape(store.plan(POLICY, 3, digest))] == list(range(4, 19))
+    for version in (19, 20):
+        add(store, publisher.next(version))
+        store.maintain(POLICY, acked=[3, version])  # then it is too far behind
+    assert "model.safetensors" in shape(store.plan(POLICY, 3, digest))[0][1]
+    digest = publisher.publications[9].manifest.digest
+    assert shape(store.plan(POLICY, 9, digest))[0][0] == 10
+    store.maintain(POLICY, acked=[20])
+    assert "model.safetensors" in shape(store.plan(POLICY, 9, digest))[0][1]
+
+
+def damage(store, entry):
+    store.blobs(POLICY).path(entry.digest).write_bytes(b"x" * entry.size_bytes)
 
 
 def test_a_damaged_delta_is_not_served_and_the_head_gets_a_snapshot(
@@ -328,11 +269,14 @@ def test_a_damaged_delta_is_not_served_and_the_head_gets_a_snapshot(
 ):
     store = filled(open_store(), publisher, 3)
     entry = publisher.publications[2].manifest.delta
-    store.blobs(POLICY).path(entry.digest).write_bytes(b"x" * entry.size_bytes)
+    damage(store, entry)
     assert store.read_chunk(entry.digest, 0) is None
     assert store.read_chunk(entry.digest, 99) is None
     assert store.read_chunk("0" * 64, 0) is None
-    assert len(store.warnings) == 1
+    assert (len(store.warnings), store.suspects) == (1, {POLICY})
+    with pytest.raises(StoreError, match="damaged"):
+        store.plan(POLICY)
+    store.maintain(POLICY)
     plan = store.plan(POLICY)
     assert [version for version, _ in shape(plan)] == [0, 3, 3]
     assert follow(store, plan, tmp_path / "agent").tensors == publisher.states[3]
@@ -343,22 +287,30 @@ def test_a_damaged_delta_is_not_served_and_the_head_gets_a_snapshot(
 
 
 def test_after_a_restart_damage_is_found_and_what_is_intact_is_used(open_store, publisher):
-    store = filled(open_store(snapshot_every=2), publisher, 2)
-    store.maintain(POLICY)
+    store = filled(open_store(cumulative_every=2), publisher, 2)
+    assert make_all(store) == [(0, 2, True)]
     add(store, publisher.next(3))
-    snapshot = check_plan(store.plan(POLICY, upto=2), TRUSTED)[1].files[0]
-    store.blobs(POLICY).path(snapshot.digest).write_bytes(b"x" * snapshot.size_bytes)
+    damage(store, check_plan(store.plan(POLICY, upto=2), TRUSTED)[1].files[0])
     store = open_store()
     assert store.reconstruct(POLICY, 3) == publisher.states[3]
     assert len(store.warnings) == 1
     store = open_store()
     for version in (1, 2, 3):
-        entry = publisher.publications[version].manifest.delta
-        store.blobs(POLICY).path(entry.digest).write_bytes(b"")
+        damage(store, publisher.publications[version].manifest.delta)
     with pytest.raises(StoreError):
         store.reconstruct(POLICY, 3)
     with pytest.raises(StoreError, match="damaged"):
         add(store, publisher.next(4))
+
+
+def test_weights_damaged_in_memory_are_built_again(open_store, publisher):
+    store = filled(open_store(cumulative_every=2), publisher, 2)
+    arena = store._policies[POLICY].head
+    arena._cells["a"][7] ^= 1
+    store.maintain(POLICY)
+    assert "in memory were damaged" in store.warnings[0]
+    add(store, publisher.next(3))
+    assert store.reconstruct(POLICY, 3) == publisher.states[3]
 
 
 def test_a_damaged_manifest_is_reported_and_not_trusted(open_store, publisher, tmp_path):
@@ -396,6 +348,17 @@ def test_policies_live_apart_whatever_their_names(open_store, publisher, tmp_pat
 def test_a_plan_on_the_wrong_base_is_refused_by_whoever_applies_it(open_store, publisher, tmp_path):
     store = filled(open_store(), publisher, 2)
     plan = store.plan(POLICY, 1, publisher.publications[1].manifest.digest)
-    state = follow(store, store.plan(POLICY, upto=0), tmp_path / "agent")
-    with pytest.raises(BaseVersionMismatch):
-        follow(store, plan, tmp_path / "agent", state)
+    arena = store_arena(store, tmp_path / "agent")
+    with pytest.raises(StoreError, match="needs version 1"):
+        follow(store, plan, tmp_path / "agent", arena)
+    assert arena.tensors == publisher.states[0]
+
+
+def test_a_version_with_another_full_digest_is_refused_and_leaves_no_trace(open_store, publisher):
+    store = filled(open_store(), publisher, 1)
+    publication = publisher.next(2)
+    with pytest.raises(ChecksumMismatch, match="full digest"):
+        add(store, publication, full_digest="d" * 64)
+    assert store.head(POLICY).version == 1
+    add(store, publication)
+    assert store.reconstruct(POLICY, 2) == publisher.states[2]

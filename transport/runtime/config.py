@@ -25,6 +25,7 @@ TABLES = frozenset(
         "scheduler",
         "agent",
         "trainer",
+        "relay",
         "log",
         "run",
         "policies",

@@ -15,15 +15,28 @@ Bytes = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 
 
+class RelayAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A relay that an agent asks for chunks before it asks the weight store; ``relays/NAME.toml``
+    in the folder of keys is its public key."""
+
+    name: str
+    host: str
+    port: Port = 7703
+
+
 class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the three planes listen (scheduler) or are reached (everybody else); port 0 lets the
-    scheduler choose and say so. ``keys`` is the folder of key files (``transport/keys.py``)."""
+    scheduler choose and say so. ``keys`` is the folder of key files (``transport/keys.py``).
+    ``weights_lanes`` bounds an agent's connections to the weight store, ``relays`` are those that
+    it asks first."""
 
     host: str = "127.0.0.1"
     control_port: Port = 7700
     trajectories_port: Port = 7701
     weights_port: Port = 7702
     keys: str = "keys"
+    weights_lanes: Annotated[int, Meta(ge=1, le=16)] = 4
+    relays: tuple[RelayAddress, ...] = ()
     socket_heartbeat_s: PositiveSeconds = 10.0
     reconnect_max_s: PositiveSeconds = 30.0
 

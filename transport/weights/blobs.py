@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from transport.errors import ChecksumMismatch, StoreError, TruncatedBlob
 from transport.weights.manifest import FileEntry, FileKind, describe_file
@@ -142,6 +143,20 @@ class BlobFolder:
                 return frozenset(index for index, data in found if entry.chunk_matches(index, data))
         except OSError:
             return frozenset()
+
+    def open_incoming(self, entry: FileEntry) -> BinaryIO:
+        """A file to read while it comes in, or when it is there. What is read was verified for
+        chunks that are ``present`` or were written by ``write_chunk``; it stays readable while the
+        file is completed or removed.
+
+        Raises:
+            StoreError: nothing of it is there.
+        """
+        with disk_errors(f"opening {self.path(entry.digest)}"):
+            try:
+                return open(self._part(entry.digest), "rb")
+            except FileNotFoundError:
+                return open(self.path(entry.digest), "rb")
 
     def write_chunk(self, entry: FileEntry, index: int, data: Buffer) -> None:
         """Write a verified chunk at its place. Not durable until ``complete``.

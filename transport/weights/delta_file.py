@@ -1,157 +1,309 @@
-"""One version's change as a valid safetensors file.
+"""Read delta files: what a version changes, as absolute values, checked all the way.
 
-What always holds: the file opens with the stock library and has one U8 tensor per changed tensor,
-under its name: its coded blocks back to back. Metadata says which versions it joins and how each
-block is coded. ``apply_delta`` never touches the old tensors, gives absolute values of whole
-tensors, and returns only if the digest of the new state is the one in the signed manifest: so a
-wrong base, a damaged file, a wrong coder and a wrong apply all end in an error, and applying the
-same delta twice to the same base gives the same result.
+Checks in order: header, versions and digests against the manifest, base digest against the
+arena's, CRC-32 of each segment, sizes and ranges in each coder, digest of the new state, changed
+values finite (where asked).
 
-Checks in order: size and SHA-256 of the file (manifest), its header, versions and digests against
-the manifest, base digest against the old tensors, CRC-32 of each block, sizes and ranges in each
-coder, digest of the new state.
+What always holds: decoding reads the arena and never writes it; it gives values that the caller
+may apply only if the digest of the new state is the manifest's, so a wrong base, a damaged file, a
+wrong coder and a wrong apply all end in an error; applying the same delta twice to the same base
+gives the same result. Segments are decoded in any order and by several threads, each as soon as
+its bytes are there. Memory beyond the arena: the patch, and the temporaries of the segments in
+work.
 """
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from transport.errors import (
     BaseVersionMismatch,
     ChecksumMismatch,
     IntegrityError,
-    ModelError,
     SizeLimitExceeded,
     TruncatedBlob,
 )
-from transport.weights.codec import BLOCK_CELLS, SAME, Change, decode_block, encode_block
-from transport.weights.digest import StateDigest, fingerprint, tensor_digest
-from transport.weights.manifest import VersionManifest
-from transport.weights.tensors import Buffer, TensorBytes, read_header, write_safetensors
+from transport.weights.cell_sums import COMPILED_CELLS, ZERO_SUM
+from transport.weights.delta_encode import (
+    CodedSegment,
+    EncodedDelta,
+    SegmentWork,
+    assemble_delta,
+    encode_delta,
+    encode_segments,
+)
+from transport.weights.delta_format import (
+    FORMAT,
+    DeltaHeader,
+    DeltaLayout,
+    Row,
+    check_header_size,
+    read_delta,
+    read_delta_header,
+)
+from transport.weights.digest import StateDigest, change_sum, finite_cells, tensor_key
+from transport.weights.layout import Span
+from transport.weights.manifest import FileEntry, VersionManifest
+from transport.weights.patch import (
+    CellList,
+    CellRun,
+    Patch,
+    TensorChange,
+    check_change,
+    values_before,
+)
+from transport.weights.segments import CodecSettings, decode_segment
+from transport.weights.state import WeightArena
+from transport.weights.tensors import Buffer, Cells
 
-FORMAT = "farflow.delta.1"
-
-
-class Block(msgspec.Struct, frozen=True, array_like=True):
-    """A coded run of cells, in the order of the tensor's cells. Array-like under ``FORMAT``."""
-
-    coder: str
-    cells: int
-    size_bytes: int
-    crc32: int
-
-
-class DeltaHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """Which versions a delta joins; a header without ``format`` of ours is refused."""
-
-    run: str
-    policy: str
-    version: int
-    parent: int
-    base_digest: str
-    digest: str
-    fingerprint: str
-    format: str = FORMAT
+__all__ = [
+    "FORMAT",
+    "CodecSettings",
+    "CodedSegment",
+    "DecodedDelta",
+    "DeltaDecoder",
+    "DeltaHeader",
+    "EncodedDelta",
+    "SegmentWork",
+    "assemble_delta",
+    "check_file",
+    "decode_delta",
+    "encode_delta",
+    "encode_segments",
+    "read_delta_header",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedDelta:
-    """A delta file and what was measured on the way: cells changed, and bytes by coder."""
+class DecodedDelta:
+    """Absolute values of what changes, and the digest of the state that they make; ready for
+    ``WeightArena.apply``."""
 
-    data: bytes
-    header: DeltaHeader
+    patch: Patch
     digests: StateDigest
-    changed_cells: int
-    total_cells: int
-    coded_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-def encode_delta(
-    old: Mapping[str, TensorBytes],
-    new: Mapping[str, TensorBytes],
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    changes: tuple[tuple[str, TensorChange], ...]
+    moves: tuple[tuple[str, bytes], ...]
+    non_finite: str | None
+
+
+class DeltaDecoder:
+    """One delta or composite, decoded as it arrives.
+
+    ``open`` comes first, then ``decode`` for every segment, then ``finish``. The arena must not
+    be written meanwhile. After an error start again with a new decoder.
+    """
+
+    def __init__(
+        self,
+        arena: WeightArena,
+        expected: VersionManifest,
+        entry: FileEntry,
+        *,
+        finite: bool = False,
+    ) -> None:
+        """``expected`` is the manifest of the version that the file leads to, with ``parent`` and
+        ``base_digest`` of where it starts; ``entry`` the file in it. ``finite`` refuses changes to
+        infinities and NaNs."""
+        self._arena = arena
+        self._expected = expected
+        self._entry = entry
+        self._finite = finite
+        kind = "delta" if entry.kind == "delta" else f"composite from {expected.parent}"
+        self._what = f"{kind} to version {expected.version} of {expected.policy}"
+        self._layout: DeltaLayout | None = None
+        self._decoded: dict[int, _Decoded] = {}
+
+    def header_bytes_needed(self, prefix: Buffer) -> int:
+        """How many of the file's first bytes ``open`` needs, as far as ``prefix`` tells: 8 at
+        first.
+
+        Raises:
+            SizeLimitExceeded, TruncatedBlob: no delta of this model has such a header.
+        """
+        return check_header_size(
+            prefix,
+            size_bytes=self._entry.size_bytes,
+            model_bytes=sum(tensor.size_bytes for tensor in self._arena.tensors.values()),
+            what=self._what,
+        )
+
+    def open(self, prefix: Buffer) -> None:
+        """Read the header; ``prefix`` has ``header_bytes_needed`` bytes or more.
+
+        Raises:
+            BaseVersionMismatch: the arena does not hold what the delta was made against.
+            ChecksumMismatch, TruncatedBlob, SizeLimitExceeded, IntegrityError: the header is
+                damaged, or belongs to another version or file.
+        """
+        needed = self.header_bytes_needed(prefix)
+        if len(prefix) < needed:
+            raise TruncatedBlob(f"{self._what}: {len(prefix)} bytes of a header of {needed}")
+        layout = read_delta(
+            prefix, size_bytes=self._entry.size_bytes, kinds=self._arena.kinds, what=self._what
+        )
+        expected = self._expected
+        for name in DeltaHeader.__struct_fields__:
+            here, there = getattr(layout.header, name), getattr(expected, name)
+            if here != there:
+                raise ChecksumMismatch(
+                    f"{self._what}: {name} is {here!r}, its manifest says {there!r}"
+                )
+        if self._entry.segments and self._entry.segments != layout.segments:
+            raise ChecksumMismatch(f"{self._what}: segments are not where its manifest says")
+        if self._arena.digests.hex != layout.header.base_digest:
+            raise BaseVersionMismatch(
+                f"{self._what} needs version {expected.parent} with digest "
+                f"{layout.header.base_digest[:12]}, the weights here have digest "
+                f"{self._arena.digests.hex[:12]}"
+            )
+        self._layout = layout
+
+    @property
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """(offset in the file, size in bytes) of every segment; known once ``open``."""
+        return self._opened().segments
+
+    @property
+    def missing(self) -> list[int]:
+        """Segments that are not decoded yet, rising."""
+        return [i for i in range(len(self.segments)) if i not in self._decoded]
+
+    def _opened(self) -> DeltaLayout:
+        if self._layout is None:
+            raise TruncatedBlob(f"{self._what}: its header is not read yet")
+        return self._layout
+
+    def decode(self, index: int, body: Buffer) -> None:
+        """Decode one segment; several threads may, in any order. Twice does no harm.
+
+        Raises:
+            ChecksumMismatch, TruncatedBlob, IntegrityError: not the bytes of this segment.
+        """
+        row = self._opened().rows[index]
+        what = f"{self._what}, segment {index}"
+        if len(body) != row.size_bytes:
+            raise TruncatedBlob(f"{what} has {len(body)} of {row.size_bytes} bytes")
+        if zlib.crc32(body) != row.crc32:
+            raise ChecksumMismatch(f"{what}: CRC-32 differs")
+        olds = [self._span(span) for span in row.spans]
+        found = decode_segment(row.coder, row.dtype, memoryview(body), olds, row.changed)
+        self._decoded[index] = self._in_tensors(row, olds, found)
+
+    def _span(self, span: Span) -> Cells:
+        return self._arena.tensors[span.tensor].cells()[span.start : span.start + span.cells]
+
+    def _in_tensors(
+        self, row: Row, olds: Sequence[Cells], found: Sequence[TensorChange | None]
+    ) -> _Decoded:
+        """Changes by span, as changes of tensors and moves of their sums."""
+        compiled = row.cells >= COMPILED_CELLS
+        kinds = self._arena.digests.kinds
+        changes: list[tuple[str, TensorChange]] = []
+        moves: list[tuple[str, bytes]] = []
+        bad: list[str] = []
+        for span, old, in_span in zip(row.spans, olds, found, strict=True):
+            if in_span is None:
+                continue
+            check_change(old, in_span)
+            change = _shifted(in_span, span.start, self._arena.kinds[span.tensor][1])
+            key = tensor_key(span.tensor, kinds[span.tensor])
+            before = values_before(old, in_span)
+            move = change_sum(key, change, before, compiled=compiled)
+            if move == ZERO_SUM and np.array_equal(before, change.values):
+                continue  # coders of whole segments give unchanged spans too
+            changes.append((span.tensor, change))
+            moves.append((span.tensor, move))
+            if self._finite and not finite_cells(row.dtype, change.values):
+                bad.append(span.tensor)
+        return _Decoded(tuple(changes), tuple(moves), min(bad, default=None))
+
+    def finish(self) -> DecodedDelta:
+        """What the whole file changes.
+
+        Raises:
+            TruncatedBlob: a segment is missing.
+            ChecksumMismatch: the new state is not the one in the manifest.
+            IntegrityError: a changed value is not finite, if that was asked; names the tensor.
+        """
+        if self.missing:
+            raise TruncatedBlob(f"{self._what}: {len(self.missing)} segments are missing")
+        decoded = [self._decoded[index] for index in range(len(self.segments))]
+        digests = self._arena.digests.moved(move for part in decoded for move in part.moves)
+        if digests.hex != self._expected.digest:
+            raise ChecksumMismatch(
+                f"{self._what}: the new state has digest {digests.hex[:12]}, "
+                f"the manifest says {self._expected.digest[:12]}"
+            )
+        bad = min(
+            (part.non_finite for part in decoded if part.non_finite is not None), default=None
+        )
+        if bad is not None:
+            raise IntegrityError(f"{self._what}: tensor {bad!r} gets infinite or undefined values")
+        patch: dict[str, list[TensorChange]] = defaultdict(list)
+        for part in decoded:
+            for name, change in part.changes:
+                patch[name].append(change)
+        return DecodedDelta({name: tuple(patch[name]) for name in sorted(patch)}, digests)
+
+
+def _shifted(change: TensorChange, start: int, cells: int) -> TensorChange:
+    """A span's change as one of its tensor, which has ``cells``; positions as small as they go."""
+    if isinstance(change, CellRun):
+        return CellRun(start + change.start, change.values)
+    small = cells <= np.iinfo(np.int32).max
+    if small and start == 0 and change.positions.dtype == np.int32:
+        return change
+    dtype = np.int32 if small else np.int64
+    return CellList(np.add(change.positions, start, dtype=dtype), change.values)
+
+
+def decode_delta(
+    arena: WeightArena,
+    data: Buffer,
+    expected: VersionManifest,
+    entry: FileEntry,
     *,
-    run: str,
-    policy: str,
-    version: int,
-    parent: int,
-    base: StateDigest | None = None,
-    block_cells: int = BLOCK_CELLS,
-) -> EncodedDelta:
-    """The delta from ``old`` (version ``parent``) to ``new``.
-
-    ``base`` is the digest of ``old`` where the caller has it already; unchanged tensors are then
-    not hashed at all.
+    threads: int = 1,
+    finite: bool = False,
+) -> DecodedDelta:
+    """Decode a whole file; arguments as of ``DeltaDecoder``. Compares size and SHA-256 with
+    ``entry`` before anything else.
 
     Raises:
-        ModelError: names, dtypes or shapes differ between old and new; names the tensor.
+        BaseVersionMismatch: the arena does not hold what the delta was made against.
+        ChecksumMismatch, TruncatedBlob, SizeLimitExceeded, IntegrityError: the file is damaged or
+            belongs to another version.
     """
-    base = StateDigest.of(old) if base is None else base
-    _check_same_model(old, new)
-    bodies: dict[str, TensorBytes] = {}
-    table: dict[str, list[Block]] = {}
-    digests: dict[str, bytes] = dict(base.tensors)
-    coded_bytes: dict[str, int] = {}
-    changed_cells = total_cells = 0
-    for name in sorted(new):
-        blocks, parts = [], []
-        for change in _changes(old[name], new[name], block_cells):
-            coder, body = encode_block(change)
-            blocks.append(Block(coder.name, change.new.size, len(body), zlib.crc32(body)))
-            parts.append(body)
-            coded_bytes[coder.name] = coded_bytes.get(coder.name, 0) + len(body)
-            changed_cells += len(change.indices)
-            total_cells += change.new.size
-        if any(block.coder != SAME.name for block in blocks):
-            table[name] = blocks
-            data = b"".join(parts)
-            bodies[name] = TensorBytes("U8", (len(data),), data)
-            digests[name] = tensor_digest(new[name])
-    target = StateDigest.from_digests(digests)
-    header = DeltaHeader(
-        run=run,
-        policy=policy,
-        version=version,
-        parent=parent,
-        base_digest=base.hex,
-        digest=target.hex,
-        fingerprint=fingerprint(new),
-    )
-    metadata = {
-        "format": FORMAT,
-        "header": msgspec.json.encode(header).decode(),
-        "blocks": msgspec.json.encode(table).decode(),
-    }
-    return EncodedDelta(
-        write_safetensors(bodies, metadata),
-        header,
-        target,
-        changed_cells,
-        total_cells,
-        {coder: size for coder, size in sorted(coded_bytes.items()) if size},
-    )
-
-
-def _check_same_model(old: Mapping[str, TensorBytes], new: Mapping[str, TensorBytes]) -> None:
-    if old.keys() != new.keys():
-        names = sorted(old.keys() ^ new.keys())
-        raise ModelError(f"old and new weights have different tensors: {', '.join(names[:5])}")
-    for name, tensor in new.items():
-        before = old[name]
-        if (tensor.dtype, tensor.shape) != (before.dtype, before.shape):
-            raise ModelError(
-                f"tensor {name!r} was {before.dtype} {before.shape}, "
-                f"is {tensor.dtype} {tensor.shape}; a delta needs both alike"
-            )
-
-
-def _changes(old: TensorBytes, new: TensorBytes, block_cells: int) -> Iterator[Change]:
-    before, after = old.cells(), new.cells()
-    for start in range(0, after.size, block_cells):
-        yield Change(before[start : start + block_cells], after[start : start + block_cells])
+    what = f"{entry.name} of version {expected.version} of {expected.policy}"
+    check_file(data, size_bytes=entry.size_bytes, digest=entry.digest, what=what)
+    decoder = DeltaDecoder(arena, expected, entry, finite=finite)
+    view = memoryview(data)
+    decoder.open(view)
+    bodies = [view[offset : offset + size] for offset, size in decoder.segments]
+    if threads <= 1 or len(bodies) < 2:
+        for index, body in enumerate(bodies):
+            decoder.decode(index, body)
+        return decoder.finish()
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[None]] = deque(
+            pool.submit(decoder.decode, index, body) for index, body in enumerate(bodies)
+        )
+        try:
+            while waiting:
+                waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+    return decoder.finish()
 
 
 def check_file(data: Buffer, *, size_bytes: int, digest: str, what: str) -> None:
@@ -166,104 +318,3 @@ def check_file(data: Buffer, *, size_bytes: int, digest: str, what: str) -> None
         raise SizeLimitExceeded(f"{what} has {len(data)} bytes, its manifest says {size_bytes}")
     if hashlib.sha256(data).hexdigest() != digest:
         raise ChecksumMismatch(f"{what}: SHA-256 is not the one in the manifest")
-
-
-def read_delta_header(data: Buffer) -> DeltaHeader:
-    """Which versions a delta file joins, from its metadata.
-
-    Raises:
-        IntegrityError: not a delta file.
-    """
-    return _parse_metadata(read_header(data)[1])[0]
-
-
-def _parse_metadata(metadata: Mapping[str, str]) -> tuple[DeltaHeader, dict[str, list[Block]]]:
-    if metadata.get("format") != FORMAT:
-        raise IntegrityError(f"not a {FORMAT} file: format is {metadata.get('format')!r}")
-    try:
-        header = msgspec.json.decode(metadata.get("header", ""), type=DeltaHeader)
-        blocks = msgspec.json.decode(metadata.get("blocks", ""), type=dict[str, list[Block]])
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise IntegrityError(f"metadata of the delta is malformed: {error}") from error
-    return header, blocks
-
-
-def apply_delta(
-    old: Mapping[str, TensorBytes],
-    delta: Buffer,
-    expected: VersionManifest,
-    *,
-    digests: StateDigest | None = None,
-) -> tuple[dict[str, TensorBytes], StateDigest]:
-    """New values of the changed tensors, and the digest of the state they make.
-
-    ``expected`` is the (verified) manifest of the version that the delta leads to; ``digests`` is
-    the digest of ``old`` where the caller has it already.
-
-    Raises:
-        BaseVersionMismatch: ``old`` is not what the delta was made against.
-        ChecksumMismatch, TruncatedBlob, SizeLimitExceeded, IntegrityError: the file is damaged or
-            belongs to another version; nothing was changed.
-    """
-    entry = expected.delta
-    if entry is None:
-        raise IntegrityError(f"version {expected.version} of {expected.policy} has no delta")
-    what = f"delta {expected.version} of {expected.policy}"
-    check_file(delta, size_bytes=entry.size_bytes, digest=entry.digest, what=what)
-    regions, metadata = read_header(delta)
-    header, table = _parse_metadata(metadata)
-    _check_header(header, expected, what)
-    digests = StateDigest.of(old) if digests is None else digests
-    if digests.hex != header.base_digest:
-        raise BaseVersionMismatch(
-            f"{what} needs version {header.parent} with digest {header.base_digest[:12]}, "
-            f"the weights here have digest {digests.hex[:12]}"
-        )
-    if regions.keys() != table.keys():
-        raise IntegrityError(f"{what}: tensors and block table differ")
-    view = memoryview(delta)
-    changed: dict[str, TensorBytes] = {}
-    for name, region in regions.items():
-        if name not in old or region.dtype != "U8":
-            raise IntegrityError(f"{what}: no tensor {name!r} to change")
-        changed[name] = _decode_tensor(
-            old[name], view[region.start : region.end], table[name], name
-        )
-    result = digests.updated(changed)
-    if result.hex != expected.digest:
-        raise ChecksumMismatch(
-            f"{what}: the new state has digest {result.hex[:12]}, "
-            f"the manifest says {expected.digest[:12]}"
-        )
-    return changed, result
-
-
-def _check_header(header: DeltaHeader, expected: VersionManifest, what: str) -> None:
-    for name in ("run", "policy", "version", "parent", "base_digest", "digest", "fingerprint"):
-        here, there = getattr(header, name), getattr(expected, name)
-        if here != there:
-            raise ChecksumMismatch(f"{what}: {name} is {here!r}, its manifest says {there!r}")
-
-
-def _decode_tensor(
-    old: TensorBytes, body: memoryview, blocks: list[Block], name: str
-) -> TensorBytes:
-    before = old.cells()
-    if sum(block.cells for block in blocks) != before.size or any(
-        block.cells < 0 or block.size_bytes < 0 for block in blocks
-    ):
-        raise IntegrityError(f"tensor {name!r}: blocks do not cover its {before.size} cells")
-    after = np.empty_like(before)
-    cell = position = 0
-    for block in blocks:
-        part = body[position : position + block.size_bytes]
-        if len(part) != block.size_bytes:
-            raise TruncatedBlob(f"tensor {name!r}: a block ends behind the data")
-        if zlib.crc32(part) != block.crc32:
-            raise ChecksumMismatch(f"tensor {name!r}: CRC-32 of a block differs")
-        end = cell + block.cells
-        after[cell:end] = decode_block(block.coder, part, before[cell:end])
-        cell, position = end, position + block.size_bytes
-    if position != len(body):
-        raise IntegrityError(f"tensor {name!r}: {len(body) - position} bytes behind its blocks")
-    return TensorBytes(old.dtype, old.shape, after.view(np.uint8).data.toreadonly())

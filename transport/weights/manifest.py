@@ -37,10 +37,11 @@ CHUNK_DIGEST_BYTES = 16
 DELTA_NAME = "delta.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
-FileKind = Literal["delta", "snapshot", "artefact"]
+FileKind = Literal["delta", "composite", "snapshot", "artefact"]
 
 _NAMES: dict[FileKind, re.Pattern[str]] = {
     "delta": re.compile(r"delta\.safetensors"),
+    "composite": re.compile(r"delta-from-\d{8}\.safetensors"),
     "snapshot": re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"),
     # Only what describes a model or tokenizer as data; never program text.
     "artefact": re.compile(
@@ -55,7 +56,9 @@ _HEX_64 = re.compile(r"[0-9a-f]{64}")
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A file by digest: ``digest`` is SHA-256 (hexadecimal) of all of it, ``chunk_digests`` the
-    first 16 bytes of each chunk's SHA-256; all chunks but the last have ``chunk_bytes``."""
+    first 16 bytes of each chunk's SHA-256; all chunks but the last have ``chunk_bytes``.
+    ``segments`` of a delta or composite are (offset in the file, size in bytes), in order: what a
+    receiver may decode once its bytes are there."""
 
     name: str
     kind: FileKind
@@ -63,6 +66,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     chunk_bytes: int
     chunk_digests: tuple[bytes, ...]
+    segments: tuple[tuple[int, int], ...] = ()
 
     def chunk_size_bytes(self, index: int) -> int:
         """Size of one chunk; ``index`` must be in range."""
@@ -80,7 +84,9 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 class VersionManifest(msgspec.Struct, frozen=True, kw_only=True):
     """One version of a policy. ``digest`` is of the whole state, ``base_digest`` of its parent's
     (None for the first), ``fingerprint`` of names, dtypes and shapes; ``full_bytes`` is the size
-    of all tensors; ``created_wall_s`` is for people."""
+    of all tensors; ``created_wall_s`` is for people. ``full_digest`` is SHA-256 over the whole
+    state, in version 0 and in the versions that the trainer computed it for (``digest`` finds
+    accidents, this one a forger too)."""
 
     run: str
     policy: str
@@ -93,6 +99,7 @@ class VersionManifest(msgspec.Struct, frozen=True, kw_only=True):
     full_bytes: int
     fingerprint: str
     created_wall_s: float
+    full_digest: str | None = None
 
     def of_kind(self, kind: FileKind) -> tuple[FileEntry, ...]:
         return tuple(entry for entry in self.files if entry.kind == kind)
@@ -100,6 +107,10 @@ class VersionManifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def delta(self) -> FileEntry | None:
         return next(iter(self.of_kind("delta")), None)
+
+    @property
+    def composite(self) -> FileEntry | None:
+        return next(iter(self.of_kind("composite")), None)
 
 
 class SignedManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,8 +129,18 @@ def chunk_bytes_for(size_bytes: int) -> int:
     return LARGE_CHUNK_BYTES if size_bytes > LARGE_FILE_BYTES else CHUNK_BYTES
 
 
+def composite_name(base_version: int) -> str:
+    """File name of a composite that starts from ``base_version``."""
+    return f"delta-from-{base_version:08d}.safetensors"
+
+
 def describe_file(
-    name: str, kind: FileKind, data: Buffer, *, chunk_bytes: int | None = None
+    name: str,
+    kind: FileKind,
+    data: Buffer,
+    *,
+    chunk_bytes: int | None = None,
+    segments: tuple[tuple[int, int], ...] = (),
 ) -> FileEntry:
     """Entry of a file with these contents."""
     view = memoryview(data)
@@ -133,6 +154,7 @@ def describe_file(
         chunk_digests=tuple(
             chunk_digest(view[start : start + size]) for start in range(0, len(view), size)
         ),
+        segments=segments,
     )
 
 
@@ -157,8 +179,9 @@ def check_manifest(manifest: VersionManifest) -> None:
     for field, text in (("digest", m.digest), ("fingerprint", m.fingerprint)):
         if not _HEX_64.fullmatch(text):
             raise RemoteProtocolError(f"manifest: {field} is not 64 hexadecimal digits")
-    if m.base_digest is not None and not _HEX_64.fullmatch(m.base_digest):
-        raise RemoteProtocolError("manifest: base_digest is not 64 hexadecimal digits")
+    for field, optional in (("base_digest", m.base_digest), ("full_digest", m.full_digest)):
+        if optional is not None and not _HEX_64.fullmatch(optional):
+            raise RemoteProtocolError(f"manifest: {field} is not 64 hexadecimal digits")
     if len(m.files) > MAX_FILES:
         raise SizeLimitExceeded(f"manifest: {len(m.files)} files, at most {MAX_FILES} are allowed")
     if len({entry.name for entry in m.files}) != len(m.files):
@@ -183,6 +206,16 @@ def _check_file(entry: FileEntry) -> None:
         len(digest) != CHUNK_DIGEST_BYTES for digest in entry.chunk_digests
     ):
         raise RemoteProtocolError(f"manifest: chunk digests of {entry.name} do not fit its size")
+    if entry.segments and entry.kind not in ("delta", "composite"):
+        raise RemoteProtocolError(f"manifest: {entry.name} is a {entry.kind} and has no segments")
+    position = 0
+    for offset, size_bytes in entry.segments:
+        if offset < position or not 1 <= size_bytes <= entry.size_bytes - offset:
+            raise RemoteProtocolError(
+                f"manifest: segment of {size_bytes} bytes at {offset} of {entry.name} overlaps "
+                "another one, is empty or lies outside the file"
+            )
+        position = offset + size_bytes
 
 
 class ManifestKey(Protocol):

@@ -1,4 +1,4 @@
-"""Signed manifests as numbered files, one per version.
+"""Manifests as numbered files, one per version (composites: one per base and version).
 
 What always holds: a file is written in one step and durable when ``write`` returns; what does not
 decode when the folder is opened is left alone and reported, never trusted.
@@ -46,7 +46,8 @@ def read_trusted(signed: SignedManifest) -> StoredManifest:
 
 
 class ManifestFolder:
-    """``NUMBER`` (eight digits) files of MessagePack ``SignedManifest``."""
+    """Files of MessagePack ``SignedManifest``, named ``NUMBER`` or ``NUMBER-BASE`` (eight digits
+    each)."""
 
     def __init__(self, folder: Path) -> None:
         """Raises StoreError when the folder cannot be made."""
@@ -54,8 +55,8 @@ class ManifestFolder:
         with disk_errors(f"opening {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def _path(self, version: int) -> Path:
-        return self.folder / f"{version:08d}"
+    def _path(self, version: int, base: int | None) -> Path:
+        return self.folder / (f"{version:08d}" + ("" if base is None else f"-{base:08d}"))
 
     def load(self) -> tuple[list[StoredManifest], list[str]]:
         """Manifests by rising number, and what is wrong with files that are none. Removes what
@@ -68,7 +69,7 @@ class ManifestFolder:
         problems: list[str] = []
         with disk_errors(f"reading {self.folder}"):
             for path in sorted(self.folder.iterdir()):
-                if not path.name.isdigit():
+                if not path.name.replace("-", "").isdigit():
                     path.unlink()
                     continue
                 try:
@@ -78,11 +79,12 @@ class ManifestFolder:
                     problems.append(f"{path}: {error}")
         return sorted(found, key=lambda stored: stored.manifest.version), problems
 
-    def write(self, version: int, signed: SignedManifest) -> None:
+    def write(self, version: int, signed: SignedManifest, *, base: int | None = None) -> None:
         """Raises StoreError when the disk refuses."""
-        write_durably(self._path(version), (msgspec.msgpack.encode(signed),))
+        write_durably(self._path(version, base), (msgspec.msgpack.encode(signed),))
 
-    def remove(self, version: int) -> None:
+    def remove(self, version: int, *, base: int | None = None) -> None:
         """Raises StoreError when the disk refuses."""
-        with disk_errors(f"removing {self._path(version)}"):
-            self._path(version).unlink(missing_ok=True)
+        path = self._path(version, base)
+        with disk_errors(f"removing {path}"):
+            path.unlink(missing_ok=True)

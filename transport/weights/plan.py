@@ -1,49 +1,92 @@
 """From the version an agent has to the one it wants: the tree of versions and the cheapest way.
 
-What always holds: a plan leads along the tree from its start to its target without a gap, each
-step by the delta against the one before; it starts from what the agent has, proved by digest, or
-from a snapshot. ``check_plan`` accepts a plan only if all this is so and the state digest of every
+What always holds: a plan leads from its start to its target without a gap, each step by the delta
+(or composite) against the one before; it starts from what the agent has, proved by digest, or from
+a snapshot. ``check_plan`` accepts a plan only if all this is so and the state digest of every
 version in it is signed by the policy's trainer; the state is compared with that digest when the
 plan is applied.
 
 A plan's steps, in this order (each part may be absent, but not all):
 
     artefacts   first version's manifest, signed; its artefact files, or these and its snapshot
-    proof       a later version's manifest, signed; no files
-    catalogue   that manifest once more with the snapshot files that the weight store made of it
-                instead of the trainer's files; unsigned: what they must add up to is signed
-    deltas      signed manifests; their delta files
+    snapshot    proof: a later version's manifest, signed; no files
+                catalogue: that manifest once more with the snapshot files that the weight store
+                made of it instead of the trainer's files
+    changes     each either a delta: signed manifest; its delta file
+                or a composite: proof as above, then a catalogue with the base of the composite
+                for parent and its file
+
+Catalogues are unsigned: what their files must add up to is signed in the proof before them.
 """
 
-from collections.abc import Callable, Mapping
+import heapq
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import msgspec
 
 from transport.errors import AuthenticationFailed, RemoteProtocolError, SizeLimitExceeded
-from transport.messages import PlanStep, WeightsPlan
+from transport.messages import PlanStep, VersionRef, WeightsPlan
 from transport.weights.manifest import (
     FileEntry,
     SignedManifest,
     Signer,
     VersionManifest,
+    composite_name,
     decode_manifest,
     verify,
 )
 from transport.weights.manifest_folder import StoredManifest
 
 MAX_PLAN_STEPS = 4096
-MAX_OVERHEAD_BYTES = 64 << 20  # headers and index of a snapshot
+MAX_OVERHEAD_BYTES = 64 << 20  # headers and index of a snapshot or composite
+STEP_S: Final = 0.05
+"""What a step costs beside its bytes and its decoding: a round trip, and making it durable."""
+
+MAX_DECODE_S: Final = 3600.0
+"""Nobody is believed to be slower."""
+
+
+class LinkSpeed(NamedTuple):
+    """What an agent said of itself: bytes a second that its link brings in, cells a second that it
+    decodes. 0 where it does not know."""
+
+    rate_bytes_s: float = 0.0
+    decode_cells_s: float = 0.0
+
+    def step_bytes(self, cells: int) -> int:
+        """What a step over a model of ``cells`` costs beside its files, in bytes that the link
+        could have brought in meanwhile; 0 when the link's rate is unknown."""
+        if self.rate_bytes_s <= 0:
+            return 0
+        decode_s = cells / self.decode_cells_s if self.decode_cells_s > 0 else 0.0
+        return int(self.rate_bytes_s * (STEP_S + min(decode_s, MAX_DECODE_S)))
+
+
+UNKNOWN_SPEED: Final = LinkSpeed()
+
+
+class Leg(NamedTuple):
+    """Files that lead from version ``base`` to ``version``: a delta (``base`` is the parent), a
+    composite (any other version), or a snapshot (None: from nothing)."""
+
+    base: int | None
+    version: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Start at ``start`` (from its snapshot, or held already), then apply ``deltas`` in order."""
+    """Start at version ``start``, which is held (None: with nothing), and take ``legs`` in order;
+    the first of a start with nothing is a snapshot."""
 
-    start: int
-    from_snapshot: bool
-    deltas: tuple[int, ...]
-    size_bytes: int
+    start: int | None
+    legs: tuple[Leg, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(leg.size_bytes for leg in self.legs)
 
 
 def lineage(parents: Mapping[int, int | None], version: int) -> list[int]:
@@ -57,38 +100,42 @@ def lineage(parents: Mapping[int, int | None], version: int) -> list[int]:
 
 
 def cheapest_route(
-    parents: Mapping[int, int | None],
-    delta_bytes: Callable[[int], int | None],
-    snapshot_bytes: Callable[[int], int | None],
+    legs_to: Callable[[int], Iterable[Leg]],
     *,
     have: int | None,
     target: int,
+    step_bytes: int = 0,
 ) -> Route | None:
-    """The way to ``target`` that moves the fewest bytes; on a tie what the agent has wins.
+    """The way to ``target`` of least cost: bytes of the files and ``step_bytes`` for each leg
+    (``LinkSpeed.step_bytes``, so that fewest bytes and least time are one sum). On a tie the one
+    with fewest legs, then what the agent has. None when no snapshot and nothing held leads there.
 
-    ``delta_bytes`` and ``snapshot_bytes`` give a version's file sizes, None where it cannot be
-    served; they are asked only as far back as may matter. None when no snapshot and nothing held
-    leads there.
+    ``legs_to`` gives the legs that end in a version and can be served; it is asked only as far back
+    as may matter. Dijkstra's algorithm from the target backwards, towards two sources: ``have``
+    and nothing.
     """
-    best: Route | None = None
-    deltas: list[int] = []
-    chain_bytes = 0
-    cursor: int | None = target
-    while cursor is not None and cursor in parents:
-        if cursor == have:
-            if best is None or chain_bytes <= best.size_bytes:
-                best = Route(cursor, False, tuple(deltas[::-1]), chain_bytes)
-            break
-        snapshot = snapshot_bytes(cursor)
-        if snapshot is not None and (best is None or chain_bytes + snapshot < best.size_bytes):
-            best = Route(cursor, True, tuple(deltas[::-1]), chain_bytes + snapshot)
-        delta = delta_bytes(cursor)
-        if delta is None or (best is not None and chain_bytes + delta > best.size_bytes):
-            break
-        deltas.append(cursor)
-        chain_bytes += delta
-        cursor = parents[cursor]
-    return best
+    queue: list[tuple[int, int, bool, int]] = [(0, 0, False, target)]  # last: -1 is nothing
+    onward: dict[int, Leg] = {}
+    best: dict[int, tuple[int, int]] = {target: (0, 0)}
+    done: set[int] = set()
+    while queue:
+        cost, count, from_nothing, at = heapq.heappop(queue)
+        if from_nothing or at == have:
+            legs: list[Leg] = []
+            while (leg := onward.get(at)) is not None:
+                legs.append(leg)
+                at = leg.version
+            return Route(None if from_nothing else have, tuple(legs))
+        if at in done:
+            continue
+        done.add(at)
+        for leg in legs_to(at):
+            source = -1 if leg.base is None else leg.base
+            reached = (cost + leg.size_bytes + step_bytes, count + 1)
+            if source not in done and (source not in best or reached < best[source]):
+                best[source], onward[source] = reached, leg
+                heapq.heappush(queue, (*reached, leg.base is None, source))
+    return None
 
 
 def check_successor(manifest: VersionManifest, versions: Mapping[int, StoredManifest]) -> None:
@@ -130,7 +177,16 @@ class CheckedStep:
 
     @property
     def delta(self) -> FileEntry | None:
-        return next((entry for entry in self.files if entry.kind == "delta"), None)
+        """The file that leads from ``base`` here: a delta or a composite."""
+        return next((entry for entry in self.files if entry.kind in _CHANGES), None)
+
+    @property
+    def base(self) -> VersionRef | None:
+        """What ``delta`` is to be applied to; None for a step without one."""
+        m = self.manifest
+        if self.delta is None or m.parent is None or m.base_digest is None:
+            return None
+        return VersionRef(version=m.parent, digest=m.base_digest)
 
     def of_kind(self, kind: str) -> tuple[FileEntry, ...]:
         return tuple(entry for entry in self.files if entry.kind == kind)
@@ -139,7 +195,8 @@ class CheckedStep:
 def check_plan(
     plan: WeightsPlan, trusted: Mapping[str, Signer], *, max_bytes: int | None = None
 ) -> tuple[CheckedStep, ...]:
-    """The steps of a plan that bring files, verified.
+    """The steps of a plan that bring files, verified. Whether the first one's ``base`` is what is
+    held, the caller knows.
 
     Raises:
         AuthenticationFailed: a version is not signed by a key trusted for the policy.
@@ -161,8 +218,8 @@ def check_plan(
         if not kinds:
             proof = checked
             continue
-        if "delta" in kinds:
-            if len(kinds) > 1 or (at is not None and not _follows(manifest, at)):
+        if checked.delta is not None:
+            if len(checked.files) > 1 or (at is not None and not _follows(manifest, at)):
                 raise RemoteProtocolError(f"{where}: does not follow the step before")
             at = manifest
         elif at is not None:
@@ -180,30 +237,49 @@ def check_plan(
     return tuple(steps)
 
 
+_CHANGES = ("delta", "composite")
+
+
 def _check_step(
     step: PlanStep, proof: CheckedStep | None, trusted: Mapping[str, Signer]
 ) -> CheckedStep:
     signed = SignedManifest(manifest=step.manifest, signature=step.signature, key_id=step.key_id)
     if step.key_id:
         manifest = verify(signed, trusted)
+        if manifest.of_kind("composite"):
+            raise RemoteProtocolError(f"plan: version {manifest.version} signs a composite")
     else:
         manifest = decode_manifest(step.manifest)
-        if proof is None or msgspec.structs.replace(manifest, files=()) != msgspec.structs.replace(
-            proof.manifest, files=()
-        ):
+        if proof is None or _what_is_proved(manifest) != _what_is_proved(proof.manifest):
             raise AuthenticationFailed(f"plan: version {manifest.version} is not signed")
         signed = proof.signed
-        size = sum(entry.size_bytes for entry in manifest.files)
-        if size > manifest.full_bytes + MAX_OVERHEAD_BYTES:
-            raise SizeLimitExceeded(f"plan: a snapshot of {size} bytes for {manifest.full_bytes}")
-        if any(entry.kind != "snapshot" for entry in manifest.files):
-            raise RemoteProtocolError(f"plan: version {manifest.version} may bring snapshots only")
+        _check_catalogue(manifest, proof.manifest)
     by_name = {entry.name: entry for entry in manifest.files}
     if not by_name.keys() >= set(step.files) or len(set(step.files)) != len(step.files):
         raise RemoteProtocolError(f"plan: version {manifest.version} has no such files")
     # In the manifest's order, whatever the order of the names.
     files = tuple(entry for entry in manifest.files if entry.name in step.files)
     return CheckedStep(manifest, signed, files)
+
+
+def _what_is_proved(manifest: VersionManifest) -> VersionManifest:
+    """All that a catalogue must share with its proof: not how one gets there."""
+    return msgspec.structs.replace(manifest, files=(), parent=None, base_digest=None)
+
+
+def _check_catalogue(manifest: VersionManifest, proof: VersionManifest) -> None:
+    where = f"plan: catalogue of version {manifest.version}"
+    kinds = [entry.kind for entry in manifest.files]
+    size = sum(entry.size_bytes for entry in manifest.files)
+    if size > manifest.full_bytes + MAX_OVERHEAD_BYTES:
+        raise SizeLimitExceeded(f"{where} has {size} bytes for {manifest.full_bytes} of weights")
+    if kinds == ["composite"]:
+        if manifest.parent is None or manifest.files[0].name != composite_name(manifest.parent):
+            raise RemoteProtocolError(f"{where}: the composite's name is not that of its base")
+    elif set(kinds) - {"snapshot"}:
+        raise RemoteProtocolError(f"{where} may bring a snapshot or one composite only")
+    elif (manifest.parent, manifest.base_digest) != (proof.parent, proof.base_digest):
+        raise AuthenticationFailed(f"{where}: its parent is not the signed one")
 
 
 def _follows(manifest: VersionManifest, parent: VersionManifest) -> bool:

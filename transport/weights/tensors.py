@@ -111,8 +111,18 @@ def _known_dtypes() -> str:
     return ", ".join(ITEM_BYTES)
 
 
-def read_header(data: Buffer) -> tuple[dict[str, TensorRegion], dict[str, str]]:
+def header_bytes_needed(prefix: Buffer) -> int:
+    """How many of a file's first bytes ``read_header`` needs, as far as ``prefix`` tells."""
+    view = memoryview(prefix)
+    return 8 if len(view) < 8 else 8 + int.from_bytes(view[:8], "little")
+
+
+def read_header(
+    data: Buffer, *, size_bytes: int | None = None
+) -> tuple[dict[str, TensorRegion], dict[str, str]]:
     """Regions (offsets into ``data``) in canonical order and metadata of a safetensors file.
+
+    ``data`` may be only the beginning of a file of ``size_bytes``, its header at least.
 
     Raises:
         TruncatedBlob: the file is shorter than it says.
@@ -120,6 +130,7 @@ def read_header(data: Buffer) -> tuple[dict[str, TensorRegion], dict[str, str]]:
         IntegrityError: anything else that is not a well-formed file.
     """
     view = memoryview(data)
+    size_bytes = len(view) if size_bytes is None else size_bytes
     if len(view) < 8:
         raise TruncatedBlob(f"a safetensors file has at least 8 bytes, got {len(view)}")
     header_bytes = int.from_bytes(view[:8], "little")
@@ -149,10 +160,10 @@ def read_header(data: Buffer) -> tuple[dict[str, TensorRegion], dict[str, str]]:
                 f"tensor {name!r} starts at byte {region.start}, expected {position}"
             )
         position = region.end
-    if position > len(view):
-        raise TruncatedBlob(f"safetensors file has {len(view)} bytes, its header says {position}")
-    if position < len(view):
-        raise IntegrityError(f"{len(view) - position} bytes behind the last tensor")
+    if position > size_bytes:
+        raise TruncatedBlob(f"safetensors file has {size_bytes} bytes, its header says {position}")
+    if position < size_bytes:
+        raise IntegrityError(f"{size_bytes - position} bytes behind the last tensor")
     return regions, metadata
 
 

@@ -8,7 +8,7 @@ port chosen by the system is remembered, so that a restart is found where it was
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -26,7 +26,7 @@ from transport.errors import (
 )
 from transport.keys import KeyPair, Peer
 from transport.links import Hub, Network
-from transport.messages import PROTOCOL_VERSION, Message, Plane, Refuse
+from transport.messages import PROTOCOL_VERSION, Message, Plane, Refuse, Role
 from transport.permissions import may_send
 from transport.plane_links import bracketed, link_options
 from transport.runtime.clock import Clock
@@ -34,6 +34,8 @@ from transport.runtime.files import atomic_write, read_limited
 from transport.runtime.settings import TransportConfig
 
 REFRESH_S: Final = 1.0
+
+MaySay = Callable[[Role, Plane, type[Message]], bool]
 
 _log = structlog.get_logger()
 
@@ -57,7 +59,8 @@ def server_key(transport: TransportConfig) -> KeyPair:
 
 
 class PlaneHub:
-    """A hub with its authorized peers; ``port`` 0 takes the remembered or any free one."""
+    """A hub with its authorized peers; ``port`` 0 takes the remembered or any free one. ``key``
+    and ``may_say`` are the scheduler's unless others are given."""
 
     def __init__(
         self,
@@ -68,6 +71,8 @@ class PlaneHub:
         port: int,
         port_file: Path,
         clock: Clock,
+        key: KeyPair | None = None,
+        may_say: MaySay = may_send,
     ) -> None:
         """Listen.
 
@@ -81,7 +86,8 @@ class PlaneHub:
         for warning in self.allowed.warnings:
             _log.warning("keys.skipped", reason=warning)
         self._options = link_options(transport, plane)
-        self._key = server_key(transport)
+        self._key = server_key(transport) if key is None else key
+        self._may_say = may_say
         self._hub = self._bind(network, transport.host, port, port_file)
         self.port = self._hub.port
         self.counters: Counter[str] = Counter()
@@ -173,7 +179,7 @@ class PlaneHub:
             return None
         try:
             kind = peek(frames)
-            if not may_send(peer.role, self.plane, kind):
+            if not self._may_say(peer.role, self.plane, kind):
                 self.counters["received.not_allowed"] += 1
                 _log.warning("plane.not_allowed", peer=peer.name, message=kind.__name__)
                 return None

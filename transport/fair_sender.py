@@ -18,7 +18,8 @@ MAX_QUEUED: Final = 8192
 """Pieces per peer; what is beyond is not answered, the peer asks again."""
 
 FIRST_RETRY_S: Final = 0.005
-MAX_RETRY_S: Final = 0.25
+MAX_RETRY_S: Final = 0.05
+"""The window of a connection must not run empty before we look again."""
 
 K = TypeVar("K", bound=Hashable)
 

@@ -1,0 +1,90 @@
+"""How fast weights reach the agents, and what leaves the origin for it.
+
+Real processes on this machine: the weight store, agent daemons, a relay, trainers' publishing
+sides, and between them the real-time emulator of wide-area links. Rows by file:
+
+    fanout_transport  the stream over three links; control traffic and a slow agent beside it
+    fanout_relay      the origin's egress with a relay
+    fanout_catchup    bytes for agents that missed versions, and for joiners
+    fanout_swap       pause of a swap against an engine's restart
+    fanout_publish    the whole way of one version, against int32 + bf16 and full broadcast
+
+``--quick``: 4.4 MB through each link, small models everywhere else; sizes are in the rows. A ratio
+that needs a payload of megabytes has no target there.
+"""
+
+import asyncio
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from bench.fanout_catchup import catchup_rows
+from bench.fanout_cloud import cloud
+from bench.fanout_link import PlainServer
+from bench.fanout_model import FULL_SIZE, QUICK_SIZE, two_versions
+from bench.fanout_publish import publish_rows
+from bench.fanout_relay import RELAY, RELAYED, egress_rows, open_relayed
+from bench.fanout_swap import swap_rows
+from bench.fanout_transport import (
+    SETUPS,
+    SLOW_AGENT,
+    Push,
+    control_rows,
+    open_bench,
+    setup_rows,
+    slow_agent_row,
+)
+from bench.report import Row, main
+from transport.runtime.logs import configure_logging
+
+CELLS = 2_200_000  # 4.4 MB
+LARGE_CELLS = 8_000_000  # 16 MB
+QUICK_REPEATS, FULL_REPEATS = 2, 7
+
+
+async def stream_rows(folder: Path, cells: int, repeats: int) -> list[Row]:
+    """Everything about the stream, with a payload of ``cells`` opaque BF16 cells."""
+    hosted = {name: (setup.policy,) for setup in (*SETUPS, RELAYED) for name in setup.agents}
+    hosted[SLOW_AGENT] = (SETUPS[1].policy,)
+    plain = await PlainServer.start()
+    try:
+        async with cloud(folder, hosted=hosted, relays=[RELAY]) as made, AsyncExitStack() as stack:
+            benches = [await open_bench(stack, made, setup, plain.port, cells) for setup in SETUPS]
+            relayed = await open_relayed(stack, made, cells)
+            for bench in (*benches, relayed):
+                await bench.begin()
+            rows: list[Row] = []
+            warm: dict[str, Push] = {}
+            for bench in benches:
+                more, warm[bench.setup.name] = await setup_rows(bench, repeats)
+                rows += more
+            rows += await control_rows(made, benches[0])
+            region = benches[1]
+            alone = warm[region.setup.name]
+            rows += await egress_rows((region.setup, alone), relayed, repeats)
+            rows.append(await slow_agent_row(stack, made, region, repeats, alone))
+            return rows
+    finally:
+        await plain.close()
+
+
+def measure(quick: bool) -> list[Row]:
+    configure_logging("error", component="bench")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="farflow-fanout-") as scratch:
+        folder = Path(scratch)
+        for number, cells in enumerate((CELLS,) if quick else (CELLS, LARGE_CELLS)):
+            repeats = QUICK_REPEATS if quick else FULL_REPEATS
+            (folder / f"stream-{number}").mkdir()
+            rows += asyncio.run(stream_rows(folder / f"stream-{number}", cells, repeats))
+        rows += catchup_rows(folder / "catch-up", quick)
+        size = QUICK_SIZE if quick else FULL_SIZE
+        two = two_versions(size)
+        rows += asyncio.run(swap_rows(folder / "swap", size, two, quick))
+        (folder / "publish").mkdir()
+        rows += asyncio.run(publish_rows(folder / "publish", size, two, quick))
+    return rows
+
+
+if __name__ == "__main__":
+    main("fanout", measure)

@@ -1,0 +1,144 @@
+"""What the weight store does while nobody waits: retention, and making shorter ways.
+
+What always holds: one thing at a time is made, in a thread of its own, so that plans and chunks
+go on; nothing is removed meanwhile; after a failure nothing is tried again for that policy until
+something has changed.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Collection
+from typing import Final
+
+import structlog
+
+from scheduler.service import Worker
+from scheduler.weight_composites import Job, perform
+from scheduler.weight_plans import Planner
+from scheduler.weight_policy import WalkFailed
+from scheduler.weight_upkeep import CpuShare
+from scheduler.weight_versions import WeightVersions
+from transport.errors import IntegrityError, StoreError
+from transport.runtime.clock import Clock
+
+MAINTAIN_S: Final = 5.0
+
+_log = structlog.get_logger()
+
+
+class Keeper:
+    """``library`` is the thread that ``versions`` belongs to; ``uploading`` gives the digests
+    of the files that are coming in for a policy."""
+
+    def __init__(
+        self,
+        versions: WeightVersions,
+        library: Worker,
+        planner: Planner,
+        clock: Clock,
+        *,
+        cpu_share: float,
+        uploading: Callable[[str], Collection[str]],
+    ) -> None:
+        self._versions = versions
+        self._library = library
+        self._planner = planner
+        self._clock = clock
+        self._share = CpuShare(cpu_share)
+        self._uploading = uploading
+        self._composer = Worker("weight-composer")
+        self._stop = threading.Event()
+        self._dirty: set[str] = set()
+        self._given_up: set[str] = set()
+        self._urgent = asyncio.Event()
+
+    def has_changed(self, policy: str, *, urgent: bool = False) -> None:
+        """Look after a policy at the next turn, or at once."""
+        self._dirty.add(policy)
+        self._given_up.discard(policy)
+        if urgent:
+            self._urgent.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(MAINTAIN_S):
+                    await self._urgent.wait()
+            except TimeoutError:
+                pass
+            self._urgent.clear()
+            self._planner.forget_silent()
+            dirty, self._dirty = sorted(self._dirty), set()
+            for policy in dirty:
+                await self._library.run(self._maintain, policy)
+                self._planner.changed(policy)
+            self.look_after_damage()
+            for policy in await self._library.run(self._versions.policies):
+                if policy not in self._given_up and await self._make_more(policy):
+                    self.has_changed(policy, urgent=True)
+
+    async def close(self) -> None:
+        """Stops what is being made; nothing of it is kept."""
+        self._stop.set()
+        await asyncio.to_thread(self._composer.close)
+
+    def look_after_damage(self) -> None:
+        """Plan again without what was found damaged, and make it again where that is possible."""
+        while self._versions.suspects:
+            policy = self._versions.suspects.pop()
+            self.has_changed(policy, urgent=True)
+            self._planner.changed(policy)
+        self.log_warnings()
+
+    def log_warnings(self) -> None:
+        warnings, self._versions.warnings[:] = list(self._versions.warnings), []
+        for warning in warnings:
+            _log.error("weights.damaged", reason=warning)
+
+    def _maintain(self, policy: str) -> None:
+        """In the library's thread."""
+        try:
+            removed = self._versions.maintain(
+                policy, acked=self._planner.holders(policy), uploading=self._uploading(policy)
+            )
+        except StoreError as error:
+            _log.error("weights.not_maintained", policy=policy, reason=str(error))
+        else:
+            _log.debug("weights.maintained", policy=policy, removed=removed)
+
+    async def _make_more(self, policy: str) -> bool:
+        """Make at most one thing; whether there is something new."""
+        composites = self._share.may_start(self._clock.monotonic_s())
+        job = await self._library.run(self._next_job, policy, composites)
+        if job is None:
+            return False
+        started_s = self._clock.monotonic_s()
+        try:
+            made = await self._composer.run(perform, job, self._stop)
+            offered = await self._library.run(self._versions.adopt, made)
+        except (IntegrityError, StoreError) as error:
+            _log.warning("weights.not_made", policy=policy, reason=str(error))
+            await self._library.run(self._versions.job_failed, policy, job, error)
+            if not isinstance(error, WalkFailed):  # there may be another way
+                self._given_up.add(policy)
+            return isinstance(error, WalkFailed)
+        finally:
+            now_s = self._clock.monotonic_s()
+            self._share.spent(now_s - started_s, now_s)
+        size_bytes = sum(entry.size_bytes for entry in made.files)
+        _log.info(
+            "weights.made",
+            policy=policy,
+            version=made.version,
+            base=None if made.composite is None else made.parent,
+            size_bytes=size_bytes,
+            seconds=round(now_s - started_s, 3),
+            offered=offered,
+        )
+        return True
+
+    def _next_job(self, policy: str, composites: bool) -> Job | None:
+        """In the library's thread."""
+        asked = self._planner.asked_lately(policy)
+        return self._versions.next_job(policy, asked, composites=composites)
