@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("delta", "learning")
+NAMES = ("delta", "fanout", "learning")
 
 if __name__ == "__main__":
     results = Path(__file__).parent / "results"

@@ -1,6 +1,7 @@
-"""Memory rows of the delta bench, each measured in a process of its own.
+r"""Memory rows of the delta bench, each measured in a process of its own.
 
-    python -m bench.delta_memory '{"work": "sides", "coder": "fast", "share": 0.05, "cells": 1e8}'
+    python -m bench.delta_memory \
+        '{"work": "sides", "coders": ["fast"], "share": 0.05, "cells": 67108864}'
 
 *sides*: the most memory that encoding a delta, and decoding and applying it, take beyond the
 weights that the side holds anyway (the trainer old and new ones, the agent its copy); the file, the
@@ -11,6 +12,7 @@ is the kernel's own (``VmHWM``, reset in between), and the decoded state's diges
 """
 
 import ctypes
+import functools
 import gc
 import json
 import subprocess
@@ -19,32 +21,36 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from bench.coded import Model, arena_of, published
+from bench.coded import Model, Published, arena_of, published
 from bench.report import Row
 from bench.weight_simulation import one_step
 from transport.weights.delta_file import decode_delta
 from transport.weights.digest import StateDigest
 from transport.weights.segments import CodecSettings
+from transport.weights.state import Undo, WeightArena
 from transport.weights.tensors import TensorBytes
 
+CODERS = ("fast", "small")
 EXTRA_MAX = 0.5
 SHARE = 0.05
 STREAM_SHARE = 0.01
 STREAM_LIMIT_GB = 24.0
 WORK_LIMIT_S = 900
 
+_Made = TypeVar("_Made")
+
 
 def memory_rows(cells: int, size: str) -> list[Row]:
     """Peak extra memory of both sides in units of the model, at 5 % changed."""
     rows = []
-    for coder in ("fast", "small"):
-        facts = _measured(work="sides", coder=coder, share=SHARE, cells=cells)
+    facts = _measured(work="sides", coders=CODERS, share=SHARE, cells=cells)
+    for coder in CODERS:
         for side in ("encode", "decode and apply"):
-            extra = facts[side] / facts["model_bytes"]
+            extra = facts[f"{coder}, {side}"] / facts["model_bytes"]
             rows.append(
                 Row(
                     metric=f"{size}, 5 % changed: {coder}, memory to {side}",
@@ -98,16 +104,14 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}: this bench needs Linux")
 
 
-def _extra_bytes(work: Callable[[], object]) -> int:
+def _extra_bytes(work: Callable[[], _Made]) -> tuple[int, _Made]:
     """The peak of resident memory during ``work``, less what was resident before."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = _status_bytes("VmRSS")
-    kept = work()
-    extra = _status_bytes("VmHWM") - before
-    del kept
-    return extra
+    made = work()
+    return _status_bytes("VmHWM") - before, made
 
 
 def _part(model: Model) -> Model:
@@ -123,44 +127,50 @@ def _read_only(model: Model) -> Model:
     }
 
 
-def _sides(coder: str, share: float, cells: int) -> dict[str, float]:
+def _sides(coders: list[str], share: float, cells: int) -> dict[str, float]:
     old, new = one_step(cells, share)
-    settings = msgspec.convert({"coder": coder}, CodecSettings)
-    warm = StateDigest.of(_part(old))
-    first = published(_part(old), _part(new), warm, settings)
-    decode_delta(arena_of(_part(old), warm), first.delta.data, first.manifest, first.entry)
-    del first
     base = StateDigest.of(old)
+    arena = arena_of(_read_only(old), base)
     facts: dict[str, float] = {"model_bytes": sum(t.size_bytes for t in old.values())}
-    facts["encode"] = _extra_bytes(lambda: published(old, new, base, settings))
-    made = published(old, new, base, settings)
-    arena = arena_of(old, base)
-
-    def receive() -> object:
-        decoded = decode_delta(arena, made.delta.data, made.manifest, made.entry)
-        return decoded, arena.apply(decoded.patch, 1, decoded.digests)
-
-    facts["decode and apply"] = _extra_bytes(receive)
-    assert arena.rescan().hex == made.manifest.digest
+    for coder in coders:
+        settings = _warm(coder, old, new)
+        facts[f"{coder}, encode"], made = _extra_bytes(
+            functools.partial(published, old, new, base, settings)
+        )
+        facts[f"{coder}, decode and apply"], undo = _extra_bytes(
+            functools.partial(_receive, arena, made)
+        )
+        assert arena.rescan().hex == made.manifest.digest
+        arena.undo(undo)
+        del made, undo  # the next coder starts from the same memory
     return facts
 
 
-def _stream(coder: str, share: float, cells: int) -> dict[str, float]:
+def _receive(arena: WeightArena, made: Published, threads: int = 1) -> Undo:
+    decoded = decode_delta(arena, made.delta.data, made.manifest, made.entry, threads=threads)
+    return arena.apply(decoded.patch, 1, decoded.digests)
+
+
+def _warm(coder: str, old: Model, new: Model) -> CodecSettings:
+    """Code a part of the model: what is loaded or compiled once is no part of a delta's cost."""
     settings = msgspec.convert({"coder": coder}, CodecSettings)
+    base = StateDigest.of(_part(old))
+    made = published(_part(old), _part(new), base, settings)
+    _receive(arena_of(_part(_read_only(old)), base), made)
+    return settings
+
+
+def _stream(coder: str, share: float, cells: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         old, new = one_step(cells, share, tensors=16, folder=Path(scratch))
-        warm = StateDigest.of(_part(old))
-        first = published(_part(old), _part(new), warm, settings)
-        small = arena_of(_part(_read_only(old)), warm)
-        decode_delta(small, first.delta.data, first.manifest, first.entry)
+        settings = _warm(coder, old, new)
         base = StateDigest.of(old, threads=2)
         arena = arena_of(_read_only(old), base, threads=2)
         Path("/proc/self/clear_refs").write_text("5")
         begin = time.perf_counter()
         made = published(old, new, base, settings, threads=2)
         between = time.perf_counter()
-        decoded = decode_delta(arena, made.delta.data, made.manifest, made.entry, threads=2)
-        arena.apply(decoded.patch, 1, decoded.digests)
+        _receive(arena, made, threads=2)
         end = time.perf_counter()
         assert arena.rescan(threads=2).hex == made.manifest.digest
         return {
@@ -173,5 +183,5 @@ def _stream(coder: str, share: float, cells: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     task = json.loads(sys.argv[1])
-    chosen = {"sides": _sides, "stream": _stream}[task.pop("work")]
-    print(json.dumps(chosen(**task)))
+    work = task.pop("work")
+    print(json.dumps(_sides(**task) if work == "sides" else _stream(**task)))

@@ -2,8 +2,9 @@
 ``bench.fanout``.
 
 A policy of simulated weights (learning rate 1e-6) is published version by version into a real
-``WeightVersions`` on disk; after each version upkeep makes composites and cumulatives as in the
-store's process, with a fleet in which some agents always lag by 4, 16 and 64 versions.
+``WeightVersions`` on disk; after each version (``--quick``: each fourth) upkeep makes composites
+and cumulatives as in the store's process, for a fleet in which some agents always lag by 4, 16 and
+64 versions.
 
 What always holds: the best offered single plan is found without the store's own search: deltas
 alone; one composite (or cumulative) wherever it ends, and deltas on; a snapshot and deltas on.
@@ -32,15 +33,16 @@ RATE = 1e-6
 VERSIONS = 100
 MISSED = (1, 4, 16, 64)
 JOINER_TARGET = 0.12
-QUICK_CELLS, FULL_CELLS = 200_000, 8_000_000
+QUICK_CELLS, FULL_CELLS = 200_000, 4_000_000
+QUICK_EVERY = 4
 MAX_JOBS = 16
-"""Made after one version at most; each turn of the store's upkeep makes one thing."""
+"""Made at one time at most; each turn of the store's upkeep makes one thing."""
 
 
 def catchup_rows(folder: Path, quick: bool) -> list[Row]:
     """Bytes for agents that missed versions, and for joiners with and without version 0."""
     cells = QUICK_CELLS if quick else FULL_CELLS
-    versions = _published(folder, cells)
+    versions = _published(folder, cells, upkeep_every=QUICK_EVERY if quick else 1)
     shelf = StoreReader(folder / "versions").shelf(POLICY)
     legs = {number: list(shelf.legs_to(number)) for number in shelf.versions}
     full = shelf.root.manifest.full_bytes
@@ -78,8 +80,8 @@ def catchup_rows(folder: Path, quick: bool) -> list[Row]:
     return rows
 
 
-def _published(folder: Path, cells: int) -> WeightVersions:
-    """The store's folder after ``VERSIONS`` versions and the upkeep of each."""
+def _published(folder: Path, cells: int, *, upkeep_every: int) -> WeightVersions:
+    """The store's folder after ``VERSIONS`` versions and upkeep every so many of them."""
     states = simulate(cells, [RATE], range(VERSIONS + 1))[RATE]
     key = SigningKey.generate("catch-up", POLICY)
     write_model_folder(folder / "model", states[0], {"config.json": b"{}"})
@@ -90,7 +92,8 @@ def _published(folder: Path, cells: int) -> WeightVersions:
         last = next_version(states[number - 1], states[number], last, policy=POLICY)
         versions.add_version(sign(last.manifest, key), last.files)
         del states[number - 1]
-        _keep_up(versions, number)
+        if number % upkeep_every == 0:
+            _keep_up(versions, number)
     return versions
 
 
@@ -132,7 +135,7 @@ def _offers(legs: dict[int, list[Leg]], have: int | None) -> Iterator[int]:
             yield after
             return
         for leg in legs[number]:
-            if leg.base is None or (have is not None and leg.base == have):
+            if leg.base is None or (leg.base == have and leg.base != number - 1):
                 yield leg.size_bytes + after
         delta = [leg for leg in legs[number] if leg.base == number - 1]
         if not delta:

@@ -111,7 +111,7 @@ def two_versions(size: ModelSize) -> TwoVersions:
     for name, shape in shapes.items():
         stop = start + math.prod(shape)
         for into, source in zip(cut, flat, strict=True):
-            data = memoryview(source[start:stop].view(np.uint8))
+            data = source[start:stop].view(np.uint8).data
             into[name] = TensorBytes("BF16", shape, data)
         start = stop
     return TwoVersions(*cut)

@@ -109,8 +109,8 @@ async def publish_rows(folder: Path, size: ModelSize, two: TwoVersions, quick: b
     part_text = f"full broadcast (scaled from {len(part) / 1e6:.0f} MB)"
     return [
         *_columns(what, path, way, decode_s),
-        _against(path, way, "int32 + bf16", list_s, len(coded.body)),
-        _against(path, way, part_text, full_s + way.swap_s, two.full_bytes),
+        _against(path, way, "int32 + bf16", list_s, len(coded.body), judged=not quick),
+        _against(path, way, part_text, full_s + way.swap_s, two.full_bytes, judged=True),
     ]
 
 
@@ -209,13 +209,16 @@ def _columns(what: str, path: LinkPath, way: _Way, decode_s: float) -> list[Row]
     return [*rows, transport, total]
 
 
-def _against(path: LinkPath, way: _Way, name: str, total_s: float, moved: int) -> Row:
+def _against(
+    path: LinkPath, way: _Way, name: str, total_s: float, moved: int, *, judged: bool
+) -> Row:
+    """The time of another way; a quick run moves too little to judge it by."""
     return Row(
         metric=f"publish to serving over {path.name}: {name}, {moved / 1e6:.1f} MB",
         value=total_s,
         unit="s",
         reference="ours",
         ratio=total_s / way.total_s,
-        target="> 1.0",
-        ok=total_s > way.total_s,
+        target="> 1.0" if judged else "",
+        ok=total_s > way.total_s or not judged,
     )

@@ -99,7 +99,7 @@ def _count(counts: dict[str, int], done: list[Completion], number: int, tokens: 
             right = version in (number, number + 1) and version >= newest
             kind = "other" if not right else "old" if version == number else "new"
             counts[kind] += 1
-            newest = max(newest, version)
+            newest = version if right else newest
         counts["other"] += len(completion.tokens) - len(completion.versions)
         if completion.finish_reason == "length":
             counts["other"] += tokens - len(completion.tokens)

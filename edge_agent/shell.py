@@ -105,12 +105,11 @@ class AgentShell:
         clock: Clock,
     ) -> None:
         workflows = {name: load_workflow(name) for name in (*SHIPPED, *config.agent.workflows)}
-        rng = random.Random()  # noqa: S311 - spreads retries, chooses cells to look at
         self.core = AgentCore(
             core_settings(config, workflows),
             incarnation=home.incarnation,
             build=_build(),
-            rng=rng,
+            rng=random.Random(),  # noqa: S311 - spreads retries
             spooled=home.spooled,
             now=clock.monotonic_s(),
         )
@@ -135,7 +134,7 @@ class AgentShell:
             home.copies,
             self._sources,
             clock=clock,
-            rng=rng,
+            rng=random.Random(),  # noqa: S311 - chooses cells to look at
             feed=self.feed,
             refresh_trust=home.refresh_trust,
             local_models=config.agent.local_models,

@@ -161,7 +161,9 @@ class WeightCopies:
         intake = Intake(policy, wanted, present, staging, base, artefacts)
         self._intakes[policy] = intake
         if base is None and copy is not None:
-            staging.begin(copy.arena, {e.file.digest: blobs.present(e.file) for e in edges})
+            complete = [edge.file for edge in edges if edge.file.digest not in present]
+            there = {entry.digest: blobs.present(entry) for entry in complete}
+            staging.begin(copy.arena, {**present, **there})
         return intake
 
     def finish(self, intake: Intake) -> StagedVersion:

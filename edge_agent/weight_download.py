@@ -123,7 +123,6 @@ class Downloads:
             ).run()
         finally:
             self._inboxes.discard(inbox)
-            self._sources.busy(False)
 
 
 class _Fetch:

@@ -6,7 +6,9 @@ import platform
 
 from transport.runtime.origin import find_problem
 
-_REQUIRED = ("pyzmq", "msgspec", "msgpack", "zstandard", "safetensors", "cryptography", "numpy")
+_REQUIRED = (
+    "aiohttp", "pyzmq", "msgspec", "msgpack", "zstandard", "safetensors", "cryptography", "numpy",
+)  # fmt: skip
 _OPTIONAL = (
     ("torch", "torch", "torch engine and trainer", "torch"),
     ("transformers", "transformers", "torch engine and trainer", "torch"),

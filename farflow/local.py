@@ -189,6 +189,7 @@ class LocalDeployment:
         """For ``farflow status --config`` and the like from another terminal."""
         lines = ["[transport]", 'host = "127.0.0.1"', f"keys = {json.dumps(str(self.folder.keys))}"]
         lines += [f"{plane}_port = {port}" for plane, port in self._ports.items()]
+        lines += ["", "[scheduler]", f"folder = {json.dumps(str(self.folder.scheduler))}"]
         self.folder.deployment.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     async def _start_agent(self, agent: LocalAgent) -> None:

@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -44,7 +45,7 @@ from transport.weights.patch import (
 from transport.weights.state import WeightArena
 from transport.weights.tensors import Cells, TensorBytes, read_safetensors
 
-DENSE: int = 8
+DENSE: Final = 8
 """When more than one in so many cells of a tensor changed, the whole tensor is noted."""
 
 _KEPT_TENSORS = 2  # a segment may end in one tensor and begin in the next

@@ -8,8 +8,8 @@ Ways that it makes beside the trainer's deltas:
     bridge      from an abandoned version that agents hold to the head: a rollback then costs them
                 a delta instead of the model
 
-Cumulatives are made always, the others only while agents ask for such gaps and within a share of
-one processor core.
+Cumulatives are made always and bridges whenever somebody needs one; composites only while agents
+ask for such gaps, and within a share of one processor core (which the others count against).
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -253,12 +253,12 @@ class WeightVersions:
         return adopt(self._known(made.policy), made)
 
     def job_failed(self, policy: str, job: Job, error: Exception) -> None:
-        """What a job found damaged is offered no more; a composite that failed otherwise is not
-        tried again."""
+        """What a job found damaged is offered no more. A composite that failed otherwise is not
+        tried again: nobody is to wait for it. (A cumulative is: nothing replaces those.)"""
         p = self._known(policy)
         if isinstance(error, WalkFailed):
             self._damaged(p, walked_files(error.manifest), error)
-        elif isinstance(job, CompositeJob):
+        elif isinstance(job, CompositeJob) and job.base.version != p.root.manifest.version:
             p.unpaying.add((job.base.version, job.version.version))
 
     # ---- upkeep -----------------------------------------------------------------------------

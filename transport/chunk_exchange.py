@@ -44,6 +44,9 @@ WRONG_CHUNK = "relay.wrong_chunk"
 NO_ANSWER = "relay.no_answer"
 """Why a relay was dropped."""
 
+RELAY_TIMEOUT_S = 60.0
+"""A relay may have to fetch first; one that is gone is noticed by its link."""
+
 _LOOK_AHEAD = 64
 """Chunks that a source may not deliver and that are passed over to find it work."""
 
@@ -129,9 +132,8 @@ class ChunkExchange:
         for part in range(chunk.part_count):
             self._forget_request(key, part)
         chunk.to_ask.clear()
-        of_file = self._files[key[0]]
-        del of_file[key[1]]
-        if not of_file:
+        del self._files[key[0]][key[1]]
+        if not self._files[key[0]]:
             del self._files[key[0]]
 
     # ---- asking ------------------------------------------------------------------------------
@@ -298,6 +300,7 @@ class ChunkExchange:
         state.outstanding_bytes += size
         lone = state.outstanding_bytes <= MIN_PIECES * state.window.piece_bytes()
         patience_s = state.window.timeout_s(state.outstanding_bytes) * 2**chunk.failures
+        patience_s = max(patience_s, RELAY_TIMEOUT_S if state.relay else 0.0)
         deadline_s = now + min(patience_s, MAX_TIMEOUT_S)
         self._nothing_expires_before = min(self._nothing_expires_before, deadline_s)
         self._requests[chunk.wanted.key, part] = PieceRequest(

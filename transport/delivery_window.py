@@ -1,6 +1,6 @@
 """How much may be on the way on one link, and in what pieces; without sockets and clocks.
 
-What always holds: the window is between two pieces and its bound; a piece is between
+What always holds: the window is between two pieces (or its floor) and its bound; a piece is between
 ``MIN_PIECE_BYTES`` and what the path delivers in ``PIECE_S``, so that no frame blocks a slow link
 for longer than moments; what was asked for while there was little to ask may raise the estimate of
 the rate, never lower it.
@@ -52,14 +52,16 @@ MAX_TIMEOUT_S = 300.0
 
 
 class DeliveryWindow:
-    """How many bytes may be on the way on one link; keep it from one exchange to the next."""
+    """How many bytes may be on the way on one link; keep it from one exchange to the next. It is
+    never below ``min_window_bytes``: where some answers wait for a third party, the smallest round
+    trip says little."""
 
     def __init__(
         self,
         *,
         max_window_bytes: int = MAX_WINDOW_BYTES,
         start_bytes: int = START_BYTES,
-        min_piece_bytes: int = MIN_PIECE_BYTES,
+        min_window_bytes: int = 0,
     ) -> None:
         self.max_window_bytes = max_window_bytes
         self.min_rtt_s: float | None = None
@@ -67,7 +69,7 @@ class DeliveryWindow:
         self.delivered_bytes = 0
         self.probing = False
         self._start_bytes = start_bytes
-        self._min_piece_bytes = min_piece_bytes
+        self._floor_bytes = max(min_window_bytes, MIN_PIECES * MIN_PIECE_BYTES)
         self._min_rtt_at = 0.0
         self._rates: deque[tuple[float, float]] = deque()  # (time, bytes/s), rates falling
         self._gain = STARTUP_GAIN
@@ -97,17 +99,17 @@ class DeliveryWindow:
     def limit_bytes(self) -> int:
         """Bytes that may be on the way now."""
         if self.probing:
-            return min(MIN_PIECES * self.piece_bytes(), self.max_window_bytes)
-        floor = MIN_PIECES * self._min_piece_bytes
-        return min(max(self._model_bytes(), floor), self.max_window_bytes)
+            probe = max(MIN_PIECES * self.piece_bytes(), self._floor_bytes)
+            return min(probe, self.max_window_bytes)
+        return min(max(self._model_bytes(), self._floor_bytes), self.max_window_bytes)
 
     def piece_bytes(self) -> int:
         """Largest piece to ask for now."""
         if self.min_rtt_s is None:
-            return self._min_piece_bytes
-        per_window = min(self._model_bytes(), self.max_window_bytes) // WINDOW_PIECES
-        piece = min(per_window, int(PIECE_S * self.rate_bytes_s), MAX_PIECE_BYTES)
-        return max(piece, self._min_piece_bytes)
+            return MIN_PIECE_BYTES
+        window = min(max(self._model_bytes(), self._floor_bytes), self.max_window_bytes)
+        piece = min(window // WINDOW_PIECES, int(PIECE_S * self.rate_bytes_s), MAX_PIECE_BYTES)
+        return max(piece, MIN_PIECE_BYTES)
 
     def timeout_s(self, outstanding_bytes: int) -> float:
         """How long a piece requested now may take before it is asked for again."""

@@ -116,6 +116,8 @@ class RelayService:
         await self._sources.close()
         await self._links.close()
         await self.hub.close()
+        while self._unwritten:
+            await self._write_next()
         await asyncio.to_thread(self._disk.shutdown)
 
     def _parts(self) -> dict[str, Coroutine[Any, Any, None]]:
@@ -239,24 +241,28 @@ class RelayService:
         if self._unwritten_bytes + len(data) > RECENT_BYTES:
             self.relay.counters["not_kept"] += 1  # the disk does not keep up
             return
-        self._unwritten[digest] = data
-        self._unwritten_bytes += len(data)
+        if digest not in self._unwritten:
+            self._unwritten[digest] = data
+            self._unwritten_bytes += len(data)
         self._written.set()
 
     async def _write(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             if not self._unwritten:
                 self._written.clear()
                 await self._written.wait()
-            digest, data = next(iter(self._unwritten.items()))
-            try:
-                await loop.run_in_executor(self._disk, self._cache.write, digest, data)
-            except StoreError as error:
-                self.relay.counters["not_kept"] += 1
-                _log.error("relay.not_kept", reason=str(error))
-            del self._unwritten[digest]
-            self._unwritten_bytes -= len(data)
+            await self._write_next()
+
+    async def _write_next(self) -> None:
+        digest, data = next(iter(self._unwritten.items()))
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._disk, self._cache.write, digest, data)
+        except StoreError as error:
+            self.relay.counters["not_kept"] += 1
+            _log.error("relay.not_kept", reason=str(error))
+        del self._unwritten[digest]
+        self._unwritten_bytes -= len(data)
 
     async def _report(self) -> None:
         while True:

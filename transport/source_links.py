@@ -31,6 +31,9 @@ PLANE: Final = Plane.WEIGHTS
 ORIGIN: Final = "origin"
 """The source that is the weights plane's own link."""
 LOOK_S: Final = 0.5
+RELAY_WINDOW_BYTES: Final = 4 << 20
+"""Least on the way to a relay: what it has to fetch first must cross the ocean, whatever the round
+trip to the relay itself is."""
 
 _log = structlog.get_logger()
 
@@ -158,7 +161,10 @@ class SourceLinks:
             f"relay {relay.name}",
             f"tcp://{bracketed(relay.host)}:{relay.port}",
             None if self._key is None else load_relay_key(folder, relay.name),
-            DeliveryWindow(max_window_bytes=window_bytes),
+            DeliveryWindow(
+                max_window_bytes=window_bytes,
+                min_window_bytes=min(RELAY_WINDOW_BYTES, window_bytes),
+            ),
             relay=True,
         )
 

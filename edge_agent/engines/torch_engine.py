@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
@@ -36,6 +36,9 @@ from transport.runtime.clock import Clock, SystemClock
 from transport.runtime.model_folder import require_torch
 from transport.weights.patch import Patch
 from transport.weights.tensors import Cells, TensorBytes
+
+if TYPE_CHECKING:
+    import torch
 
 _log = structlog.get_logger()
 
@@ -63,6 +66,7 @@ class _Swap:
     policy: HostedPolicy
     version: int
     writes: list[StagedWrite]
+    replaced: "list[torch.Tensor]"
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[float]"
 
@@ -178,9 +182,11 @@ class TorchEngine:
             if self._thread is None:
                 raise WeightApplyFailed(f"{policy} version {version}: the engine is not running")
             loop = asyncio.get_running_loop()
-            swap = _Swap(hosted, version, staged, loop, loop.create_future())
+            swap = _Swap(hosted, version, staged, [], loop, loop.create_future())
             self._inbox.put(swap)
-            return await swap.future
+            pause_s = await swap.future
+            await asyncio.to_thread(swap.replaced.clear)
+            return pause_s
 
     def version(self, policy: str) -> int | None:
         """See ``Engine.version``."""
@@ -276,7 +282,7 @@ class TorchEngine:
 
     def _swap(self, swap: _Swap) -> None:
         before_s = self._clock.monotonic_s()
-        swap.policy.swap(swap.version, swap.writes)
+        swap.replaced.extend(swap.policy.swap(swap.version, swap.writes))
         _answer(swap.loop, swap.future, self._clock.monotonic_s() - before_s)
 
     def _admit(self) -> list[tuple[_Job, Row]]:

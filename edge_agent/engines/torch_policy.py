@@ -200,12 +200,16 @@ class HostedPolicy:
             write.onto(flat)
         return StagedWrite(name, 0, None, flat)
 
-    def swap(self, version: int, writes: Sequence[StagedWrite]) -> None:
-        """Put staged values in use; between two forward passes only."""
+    def swap(self, version: int, writes: Sequence[StagedWrite]) -> "list[torch.Tensor]":
+        """Put staged values in use; between two forward passes only. Returns the tensors that are
+        in use no more: freeing large ones takes longer than the swap, so that comes after it."""
+        replaced: list[torch.Tensor] = []
         for write in writes:
             parameter = self._weights.parameters[write.tensor]
             if write.positions is None and write.values.numel() == parameter.numel():
+                replaced.append(parameter.data)
                 parameter.data = write.values.view(parameter.shape)
             else:
                 write.onto(parameter.data.view(-1))
         self.version = version
+        return replaced

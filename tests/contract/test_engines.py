@@ -282,13 +282,14 @@ async def test_unloading_takes_nothing_from_what_is_in_flight(case: Case) -> Non
 
 @pytest.mark.asyncio
 async def test_sequences_in_flight_go_on_through_a_swap(case: Case) -> None:
-    task = asyncio.create_task(case.engine.generate(case.request(n=4, max_new_tokens=200)))
+    change = case.changed()
+    task = asyncio.create_task(case.engine.generate(case.request(n=4, max_new_tokens=400)))
     await until_tokens(case.engine, 8)
-    await case.engine.apply(A, 4, case.changed())
+    await case.engine.apply(A, 4, change)
     completions = await task
     assert {version for c in completions for version in c.versions} == {3, 4}
     for completion in completions:
-        check_shape(completion, 200)
+        check_shape(completion, 400)
         assert list(completion.versions) == sorted(completion.versions)
 
 

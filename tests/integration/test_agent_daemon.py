@@ -134,7 +134,7 @@ async def test_new_versions_flow_while_it_works_and_every_token_says_which(
     cloud: AgentCloud,
 ) -> None:
     cloud.publish()
-    life = Life(cloud, fake={"tokens_per_s": 100.0, "mean_tokens": 12.0, "cv_tokens": 0.0})
+    life = Life(cloud, fake={"tokens_per_s": 40.0, "mean_tokens": 12.0, "cv_tokens": 0.0})
     await cloud.hear(VersionServing)
     cloud.offer(1)
     await cloud.until(lambda: any(b.tokens_generated >= 8 for b in cloud.all(Heartbeat)))

@@ -89,6 +89,26 @@ async def test_a_version_flows_from_its_trainer_to_an_agent_that_was_waiting(tmp
 
 
 @pytest.mark.asyncio
+async def test_over_links_nobody_knows_yet_chunks_come_in_and_go_out_in_parts(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        trainer = Trainer(tmp_path, chunk_bytes=128 << 10)
+        publisher = world.link(trainer_name(POLICY), PLANE, port)
+        await trainer.publish(publisher, trainer.first)
+        assert {request.part_bytes for request in trainer.asked} == {0, 64 << 10}
+        agent = world.link("a", PLANE, port)
+        await agent.send(WeightsRequest(policy=POLICY, have_version=None))
+        [plan] = await agent.expect(WeightsPlan)
+        files = await fetch(agent, plan)
+        assert files == {name: bytes(data) for name, data in trainer.first.files.items()}
+        [entry] = [e for e in trainer.first.manifest.files if e.name == "model.safetensors"]
+        for part_bytes in (1, 32 << 10, 96 << 10, 1 << 20):
+            bad = ChunkRequest(digest=entry.digest, indices=(0,), part_bytes=part_bytes)
+            await agent.send(bad)
+            [answer] = await agent.expect(Chunk)
+            assert (answer.found, answer.part_bytes) == (False, part_bytes)
+
+
+@pytest.mark.asyncio
 async def test_only_the_policys_own_trainer_with_its_own_signature_may_publish(tmp_path):
     async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
         trainer = Trainer(tmp_path)

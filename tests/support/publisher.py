@@ -29,14 +29,14 @@ def weights(seed: int) -> dict[str, TensorBytes]:
 class Trainer:
     """The publishing side: makes signed versions and gives their chunks when asked."""
 
-    def __init__(self, folder: Path, policy: str = POLICY) -> None:
+    def __init__(self, folder: Path, policy: str = POLICY, chunk_bytes: int = CHUNK) -> None:
         self.policy = policy
         self.key = SigningKey.load(folder / "keys" / "signing" / f"{trainer_name(policy)}.toml")
         self.weights = weights(0)
         model = folder / f"model-{trainer_name(policy)}"
         write_model_folder(model, self.weights, {"config.json": b"{}"})
         self.first = build_version0(
-            model, run="sums", policy=policy, created_wall_s=0.0, chunk_bytes=CHUNK
+            model, run="sums", policy=policy, created_wall_s=0.0, chunk_bytes=chunk_bytes
         )
         self.link: PlaneLink | None = None
         self.asked: list[ChunkRequest] = []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from transport.chunk_exchange import NO_ANSWER, WRONG_CHUNK, ChunkExchange
+from transport.chunk_exchange import NO_ANSWER, RELAY_TIMEOUT_S, WRONG_CHUNK, ChunkExchange
 from transport.chunk_parts import ChunkSource, Place, WantedChunk, part_bytes_for, place_of
 from transport.chunks import ChunkFetcher
 from transport.delivery_window import FIRST_TIMEOUT_S, DeliveryWindow
@@ -379,7 +379,8 @@ def test_a_relay_that_does_not_answer_is_dropped():
     entry, _ = file(2 * CHUNK)
     fetcher = fetch(entry, sources=[source(ORIGIN), source(RELAY)])
     fetcher.next_requests(0.0)
-    assert where(fetcher.next_requests(FIRST_TIMEOUT_S)) == {ORIGIN: [0, 1]}
+    assert fetcher.next_requests(RELAY_TIMEOUT_S - 1) == []
+    assert where(fetcher.next_requests(RELAY_TIMEOUT_S)) == {ORIGIN: [0, 1]}
     assert fetcher.dropped == {RELAY: NO_ANSWER}
 
 

@@ -161,6 +161,14 @@ def test_a_path_that_became_longer_is_seen_again():
     assert window.min_rtt_s == pytest.approx(0.4 + 0.0655, rel=0.2)
 
 
+def test_a_window_with_a_floor_does_not_follow_a_short_round_trip_below_it():
+    window, path = DeliveryWindow(min_window_bytes=4 << 20), Path(rtt_s=0.001, bytes_s=1e6)
+    assert window.limit_bytes() == 4 << 20
+    path.fetch(window, size_bytes=8 << 20)
+    assert window.limit_bytes() == 4 << 20
+    assert path.largest_piece <= 0.25 * 1.1e6
+
+
 def test_the_window_starts_small_and_keeps_to_its_bound():
     assert DeliveryWindow().limit_bytes() == START_BYTES
     assert DeliveryWindow(max_window_bytes=1000).limit_bytes() == 1000

@@ -13,6 +13,7 @@ from edge_agent.engine import GenerationRequest, SamplingParams
 from edge_agent.engines.torch_engine import TorchEngine
 from scheduler.tasks import is_held_out, open_source
 from transport.runs import TaskSpec
+from transport.weights.patch import whole
 
 pytestmark = pytest.mark.slow
 
@@ -155,13 +156,13 @@ async def test_thirty_steps_with_stale_rollouts_teach_it_most_of_what_it_lacks()
     before = await accuracy()
     published = deque([trainer.published_state()] * (LAG + 1), maxlen=LAG + 1)
     for step in range(STEPS):
-        await engine.apply("p", max(0, step - LAG), published[0])
+        await engine.apply("p", max(0, step - LAG), whole(published[0]))
         items = source.items("train", step * GROUPS, GROUPS)
         groups = await asyncio.gather(*(answers(item, 8, 1.0) for item in items))
         facts = trainer.step(groups)
         assert facts["skipped"] == facts["malformed_groups"] == 0
         published.append(trainer.published_state())
-    await engine.apply("p", STEPS, published[-1])
+    await engine.apply("p", STEPS, whole(published[-1]))
     after = await accuracy()
     await engine.close()
     assert before <= 0.5

@@ -1,53 +1,108 @@
-"""Coders of blocks."""
+"""Segments: every coder gives back the very bits, by numba and by numpy; the choice is right."""
+
+import struct
 
 import numpy as np
 import pytest
 import zstandard
 
-from transport.errors import IntegrityError
-from transport.weights.codec import (
-    CODERS,
-    DENSE,
-    RAW,
-    SAME,
-    SPARSE,
-    Change,
-    add_steps,
-    decode_block,
-    encode_block,
-    steps_of,
-)
+from transport.errors import IntegrityError, ModelError
+from transport.weights import coders, kernels
+from transport.weights.layout import SegmentPlan, Span, class_layout, plan_segments
+from transport.weights.patch import write_change
+from transport.weights.segments import CODERS, CodecSettings, decode_segment, encode_segment
+from transport.weights.symbols import add_steps, steps_of
 
-TYPES = ["<u1", "<u2", "<u4", "<u8"]
-
-
-def random_cells(rng, dtype, count):
-    return rng.integers(0, np.iinfo(dtype).max, count, dtype=dtype, endpoint=True)
+ITEMS = {"BF16": 2, "F16": 2, "F32": 4, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4, "F64": 8}
+NUMBA = [
+    pytest.mark.skipif(not kernels.available(), reason="numba is not installed"),
+    pytest.mark.timeout(180),  # the first use compiles the kernels
+]
+PATHS = [False, pytest.param(True, marks=NUMBA)]
+SETTINGS = {
+    name: CodecSettings(coder=name) for name in ("auto", "small", "fast", "portable", "absolute")
+}
 
 
-def changed_cells(rng, old, share, largest_step=3):
-    new = old.copy()
-    where = rng.random(old.size) < share
-    new[where] += rng.integers(1, largest_step, where.sum(), endpoint=True).astype(old.dtype)
-    return new
+def spans(rng, dtype, sizes, share, wild=False):
+    """Old and new cells of spans; weights near zero, so that neighbouring classes occur."""
+    kind = np.dtype(f"<u{ITEMS[dtype]}")
+    top = np.iinfo(kind).max
+    olds, news = [], []
+    for size in sizes:
+        old = (rng.normal(size=size) * top / 40).astype(np.int64).astype(kind)
+        new = old.copy()
+        where = rng.random(size) < share
+        count = int(where.sum())
+        steps = rng.integers(1, 4, count).astype(kind)
+        new[where] = (
+            rng.integers(0, top, count, kind, endpoint=True) if wild else old[where] + steps
+        )
+        olds.append(old)
+        news.append(new)
+    return olds, news
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("coder", [RAW, DENSE, SPARSE])
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
-def test_every_coder_gives_back_the_very_bits(coder, dtype, share):
+def decoded(coded, dtype, olds, compiled=None):
+    changes = decode_segment(
+        coded.coder, dtype, memoryview(coded.body), olds, coded.changed, compiled=compiled
+    )
+    cells = [old.copy() for old in olds]
+    for span, change in zip(cells, changes, strict=True):
+        if change is not None:
+            write_change(span, change)
+            write_change(span, change)  # absolute: twice is harmless
+    return cells
+
+
+def same(ones, others):
+    return all(np.array_equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+@pytest.mark.parametrize("compiled", PATHS)
+@pytest.mark.parametrize("wild", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.003, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("dtype", ITEMS)
+def test_every_setting_gives_back_the_very_bits(dtype, share, wild, compiled):
     rng = np.random.default_rng(1)
-    old = random_cells(rng, dtype, 3001)
-    new = changed_cells(rng, old, share)
-    body = coder.encode(Change(old, new))
-    kept = old.copy()
-    decoded = decode_block(coder.name, memoryview(body), old)
-    assert decoded.dtype == new.dtype
-    assert np.array_equal(decoded, new)
-    assert np.array_equal(old, kept)
+    olds, news = spans(rng, dtype, [0, 1, 403, 0, 3, 117], share, wild)
+    for settings in SETTINGS.values():
+        coded = encode_segment(dtype, olds, news, settings, compiled=compiled)
+        assert coded == encode_segment(dtype, olds, news, settings, compiled=False) or (
+            settings.coder == "auto"
+        )
+        assert same(decoded(coded, dtype, olds, compiled), news)
+        assert same(decoded(coded, dtype, olds, False), news)
+        assert len(coded.body) <= sum(new.nbytes for new in news)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("compiled", PATHS)
+@pytest.mark.parametrize("at", [0, 1, 4095, 65_535, 199_999, 299_998])
+def test_single_changes_survive_wherever_they_are(at, compiled):
+    olds = [np.full(100_001, 0x3C00, "<u2"), np.full(199_998, 0x3C00, "<u2")]
+    news = [old.copy() for old in olds]
+    flat = np.concatenate(news)
+    flat[at] ^= 0x8000
+    news = [flat[:100_001], flat[100_001:]]
+    for name in ("small", "fast"):
+        coded = encode_segment("BF16", olds, news, SETTINGS[name], compiled=compiled)
+        assert coded.changed == 1
+        assert len(coded.body) < 60
+        assert same(decoded(coded, "BF16", olds, compiled), news)
+
+
+@pytest.mark.parametrize("compiled", PATHS)
+def test_gaps_of_millions_and_unaligned_cells(compiled):
+    store = np.zeros(2 * (1 << 21) + 7, np.uint8)
+    old = store[1 : 1 + 2 * (1 << 21)].view("<u2")
+    new = old.copy()
+    new[[0, old.size - 2, old.size - 1]] = (0x8000, 0x7FC1, 0xFF80)
+    for name in ("small", "fast"):
+        coded = encode_segment("BF16", [old], [new], SETTINGS[name], compiled=compiled)
+        assert same(decoded(coded, "BF16", [old], compiled), [new])
+
+
+@pytest.mark.parametrize("dtype", ["<u1", "<u2", "<u4", "<u8"])
 def test_steps_are_small_for_neighbouring_bit_patterns_and_exact_for_all(dtype):
     top = np.iinfo(dtype).max
     old = np.array([5, 5, 0, top, 0, top // 2], dtype)
@@ -56,85 +111,104 @@ def test_steps_are_small_for_neighbouring_bit_patterns_and_exact_for_all(dtype):
     assert np.array_equal(add_steps(old, steps_of(old, new)), new)
 
 
-@pytest.mark.parametrize("first", [0, 254, 255, 256, 65_534, 65_535, 65_536, 149_999])
-def test_gaps_of_every_width_survive(first):
-    old = np.zeros(150_000, "<u2")
-    new = old.copy()
-    new[[first, old.size - 1]] = 7
-    body = SPARSE.encode(Change(old, new))
-    assert len(body) < 60
-    assert np.array_equal(SPARSE.decode(memoryview(body), old), new)
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"), [(0.0, SAME), (0.02, SPARSE), (0.3, SPARSE), (0.95, DENSE)]
-)
-def test_the_smallest_coding_is_chosen(share, expected):
-    rng = np.random.default_rng(2)
-    old = random_cells(rng, "<u2", 60_000)
-    change = Change(old, changed_cells(rng, old, share))
-    coder, body = encode_block(change)
-    assert coder is expected
-    assert len(body) <= min(len(c.encode(change)) for c in (RAW, DENSE, SPARSE))
-
-
-@pytest.mark.parametrize("count", [9_000, 100_000])
-def test_in_the_middle_range_both_are_measured(count):
+def simulated(cells, share):
+    """Weights whose cells change the more likely, the smaller their exponent is."""
     rng = np.random.default_rng(3)
-    old = random_cells(rng, "<u2", count)
-    for share in (0.42, 0.5, 0.55, 0.6):
-        change = Change(old, changed_cells(rng, old, share))
-        coder, body = encode_block(change)
-        best = min(len(c.encode(change)) for c in (DENSE, SPARSE))
-        assert coder in (DENSE, SPARSE)
-        assert len(body) <= 1.03 * best
+    old = (rng.normal(size=cells).astype("<f4") * 0.02).view("<u4") >> 16
+    old = old.astype("<u2")
+    exponent = ((old >> 7) & 0xFF).astype(float)
+    chance = np.minimum(0.6, share * 2.0 ** (122 - exponent))
+    moved = rng.random(cells) < chance
+    new = old.copy()
+    new[moved] += np.where(rng.random(moved.sum()) < 0.5, 1, 65_535).astype("<u2")
+    counts = np.bincount((old >> 7) & 0xFF, minlength=256)
+    hits = np.bincount(((old >> 7) & 0xFF)[moved], minlength=256)
+    rates = hits[hits > 0] / counts[hits > 0]
+    bits = -(rates * np.log2(rates) + (1 - rates) * np.log2(np.maximum(1 - rates, 1e-9)))
+    return old, new, (float((counts[hits > 0] * bits).sum()) + int(moved.sum())) / 8
 
 
-def test_what_does_not_compress_is_sent_raw():
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(not kernels.available(), reason="numba is not installed")
+def test_coders_come_near_the_bound_given_the_old_exponents():
+    old, new, bound = simulated(1 << 21, 0.003)
+    sizes = {
+        name: len(encode_segment("BF16", [old], [new], SETTINGS[name], compiled=True).body)
+        for name in ("small", "fast")
+    }
+    assert sizes["small"] <= 1.10 * bound
+    assert sizes["fast"] <= 1.25 * bound
+
+
+def test_the_choice_follows_density_and_link():
+    old, new, _ = simulated(60_000, 0.01)
+    for name, expected in [("fast", "class.zstd"), ("absolute", "list.zstd")]:
+        assert encode_segment("BF16", [old], [new], SETTINGS[name]).coder == expected
     rng = np.random.default_rng(4)
-    old, new = random_cells(rng, "<u4", 5000), random_cells(rng, "<u4", 5000)
-    coder, body = encode_block(Change(old, new))
-    assert coder is RAW
-    assert len(body) == new.nbytes
+    everything = spans(rng, "BF16", [50_000], 1.0)
+    assert encode_segment("BF16", *everything, SETTINGS["fast"]).coder == "dense.zstd"
+    noise = spans(rng, "I32", [5000], 1.0, wild=True)
+    assert encode_segment("I32", *noise, SETTINGS["small"]).coder == "raw"
+    slow, fast = (CodecSettings(link_bytes_s=rate) for rate in (1e5, 1e10))
+    assert encode_segment("BF16", [old], [new], slow).coder == "class.zstd"
+    assert encode_segment("BF16", [old], [new], fast).coder == "list.zstd"
 
 
-def test_an_unknown_coder_is_refused():
-    with pytest.raises(IntegrityError, match="unknown"):
-        decode_block("lzma", memoryview(b""), np.zeros(1, "<u2"))
-
-
-@pytest.mark.parametrize("coder", CODERS.values(), ids=CODERS)
-def test_damaged_bodies_are_refused_or_give_as_many_cells(coder):
+def test_new_weights_of_another_base_are_packed_by_their_exponents():
     rng = np.random.default_rng(5)
-    old = random_cells(rng, "<u2", 500)
-    new = old if coder is SAME else changed_cells(rng, old, 0.2)
-    body = coder.encode(Change(old, new))
-    cases = [body[:size] for size in range(0, len(body), 7)] + [body + b"\0"]
-    for position in range(len(body)):
-        damaged = bytearray(body)
-        damaged[position] ^= 0xFF
-        cases.append(bytes(damaged))
-    for case in cases:
-        try:
-            cells = decode_block(coder.name, memoryview(case), old)
-        except IntegrityError:
-            continue
-        assert cells.size == old.size
+    old = np.zeros(20_000, "<u2")
+    new = (rng.normal(size=20_000).astype("<f4").view("<u4") >> 16).astype("<u2")
+    coded = encode_segment("BF16", [old], [new], SETTINGS["absolute"])
+    assert coded.coder == "split.zstd"
+    assert len(coded.body) < 0.75 * new.nbytes
+
+
+def test_segments_that_do_not_fit_are_refused():
+    cells = np.zeros(3, "<u2")
+    with pytest.raises(ModelError, match="differ"):
+        encode_segment("BF16", [cells], [cells[:2]], CodecSettings())
+    for coder in ("lzma", *CODERS[1:]):
+        with pytest.raises(IntegrityError):
+            decode_segment(coder, "BF16", memoryview(b""), [cells], 1)
+    with pytest.raises(IntegrityError, match="4 changes"):
+        decode_segment("raw", "BF16", memoryview(bytes(6)), [cells], 4)
 
 
 def test_a_frame_that_claims_another_size_is_refused_before_it_is_unpacked():
     bomb = zstandard.ZstdCompressor().compress(bytes(50_000_000))
+    cells = np.zeros(10, "<u2")
+    for coder in ("dense.zstd", "list.zstd"):
+        with pytest.raises(IntegrityError, match="claims 50000000 bytes"):
+            decode_segment(coder, "BF16", memoryview(bomb), [cells], 3)
+    body = struct.pack("<HBI", 1, 0, 3) + struct.pack("<II", len(bomb), 0) + bomb
     with pytest.raises(IntegrityError, match="claims 50000000 bytes"):
-        DENSE.decode(memoryview(bomb), np.zeros(10, "<u2"))
-    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(20))
-    with pytest.raises(IntegrityError):
-        DENSE.decode(memoryview(unsized), np.zeros(10, "<u2"))
+        decode_segment("class.zstd", "BF16", memoryview(body), [cells], 3)
 
 
-def test_changes_behind_the_end_are_refused():
+@pytest.mark.parametrize("compiled", PATHS)
+def test_changes_behind_the_end_are_refused(compiled):
     long, short = np.zeros(100, "<u2"), np.zeros(99, "<u2")
     new = long.copy()
     new[99] = 1
-    body = SPARSE.encode(Change(long, new))
-    with pytest.raises(IntegrityError, match="cell 99 of 99"):
-        SPARSE.decode(memoryview(body), short)
+    for name in ("small", "fast", "absolute"):
+        coded = encode_segment("BF16", [long], [new], SETTINGS[name], compiled=compiled)
+        with pytest.raises(IntegrityError):
+            decoded(coded, "BF16", [short], compiled)
+
+
+def test_class_tables_are_checked():
+    layout = class_layout("F16")
+    for body in (b"", b"\1\0\0", struct.pack("<HBI", 1, 32, 5), struct.pack("<HBI", 1, 0, 4)):
+        with pytest.raises(IntegrityError):
+            coders.read_table(memoryview(body), layout, 5)
+
+
+def test_plans_cover_every_cell_once_in_canonical_order():
+    kinds = {"b": ("BF16", 5), "a": ("BF16", 4), "e": ("BF16", 0), "c": ("F32", 3)}
+    assert plan_segments(kinds, segment_cells=6) == [
+        SegmentPlan("BF16", (Span("a", 0, 4), Span("b", 0, 2))),
+        SegmentPlan("BF16", (Span("b", 2, 3),)),
+        SegmentPlan("F32", (Span("c", 0, 3),)),
+    ]
+    with pytest.raises(ValueError, match="segment_cells"):
+        plan_segments(kinds, segment_cells=0)

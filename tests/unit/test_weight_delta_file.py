@@ -337,7 +337,7 @@ def test_a_toy_step_is_far_smaller_than_the_model():
 
 
 def test_a_model_of_a_million_parameters_is_coded_in_milliseconds():
-    """Ten times the time that it takes (20 ms and 10 ms): a loop over cells does not pass."""
+    """Several times what it takes (70 ms each): a loop over cells, a second at least, fails."""
     rng = np.random.default_rng(0)
     old, new = {}, {}
     for layer in range(20):
@@ -353,5 +353,5 @@ def test_a_model_of_a_million_parameters_is_coded_in_milliseconds():
     encoded = time.process_time()
     entry = publication.manifest.delta
     decode_delta(arena, publication.files[DELTA_NAME], publication.manifest, entry)
-    assert encoded - started < 0.2
-    assert time.process_time() - encoded < 0.1
+    assert encoded - started < 0.6
+    assert time.process_time() - encoded < 0.6

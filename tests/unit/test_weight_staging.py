@@ -11,7 +11,7 @@ from edge_agent import weight_staging
 from edge_agent.changed_cells import ChangedCells, difference
 from edge_agent.copy_folder import CopyDrifted
 from edge_agent.weight_copy import WeightCopies
-from transport.errors import BaseVersionMismatch, IntegrityError, StoreError
+from transport.errors import BaseVersionMismatch, IntegrityError, RemoteProtocolError, StoreError
 from transport.messages import WeightsPlan
 from transport.runtime.clock import SystemClock
 from transport.weights.patch import CellList, CellRun
@@ -261,3 +261,17 @@ def test_the_difference_of_two_states_is_what_makes_one_the_other():
     assert found["c"][0].positions.tolist() == [4, 8]
     assert after(old, found) == new
     assert difference(new, {}).keys() == {"a", "b", "c"}
+
+
+def test_repeated_and_reordered_deltas_are_refused_and_change_nothing(open_copies, versions):
+    copies = open_copies()
+    versions.bring(copies, 2)
+    good = versions.plan(4, have=2)
+    for steps in (good.steps[::-1], good.steps[:1] * 2, (*good.steps, *good.steps)):
+        with pytest.raises(RemoteProtocolError):
+            copies.begin(msgspec.structs.replace(good, steps=steps))
+    versions.follow(copies, good)
+    with pytest.raises(BaseVersionMismatch):
+        copies.begin(good)
+    assert copies.held() == {POLICY: versions.ref(4)}
+    assert copies.tensors(POLICY) == versions.states[4]

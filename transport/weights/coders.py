@@ -48,7 +48,7 @@ _FRAMES = struct.Struct("<II")
 # Frames
 
 
-def compress(data: Buffer | Bytes8) -> bytes:
+def compress(data: Buffer) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL).compress(data)
 
 
@@ -60,10 +60,10 @@ def compress_groups(data: Bytes8, sizes: Counts) -> bytes:
     for size in sizes[sizes > 0].tolist():
         end += size
         if end - start >= _GROUP and end < data.size:
-            parts.append(frame.compress(data[start:end]))
+            parts.append(frame.compress(data[start:end].data))
             parts.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
             start = end
-    parts.append(frame.compress(data[start:]))
+    parts.append(frame.compress(data[start:].data))
     parts.append(frame.flush())
     return b"".join(parts)
 
@@ -185,7 +185,7 @@ def decode_raw(body: memoryview, cells: int, dtype: np.dtype[np.unsignedinteger]
 def encode_split(new: Cells) -> bytes:
     one, rest = new.dtype.type(1), new.dtype.type(8 * new.dtype.itemsize - 1)
     planes = _planes((new << one) | (new >> rest))
-    return b"".join((*(plane.data for plane in planes[:-1]), compress(planes[-1])))
+    return b"".join((*(plane.data for plane in planes[:-1]), compress(planes[-1].data)))
 
 
 def decode_split(body: memoryview, cells: int, dtype: np.dtype[np.unsignedinteger]) -> Cells:
@@ -195,11 +195,14 @@ def decode_split(body: memoryview, cells: int, dtype: np.dtype[np.unsignedintege
     top = decompress(body[plain:], cells)
     values = _from_planes(np.concatenate((np.frombuffer(body[:plain], np.uint8), top)), dtype)
     one, rest = dtype.type(1), dtype.type(8 * dtype.itemsize - 1)
-    return (values >> one) | (values << rest)
+    turned = values << rest
+    values >>= one
+    values |= turned
+    return values
 
 
 def encode_list(positions: npt.NDArray[np.uint32], values: Cells) -> bytes:
-    return compress(np.concatenate(_planes(positions) + _planes(values)))
+    return compress(np.concatenate(_planes(positions) + _planes(values)).data)
 
 
 def decode_list(
@@ -214,7 +217,7 @@ def decode_list(
 
 def encode_dense(olds: Sequence[Cells], news: Sequence[Cells]) -> bytes:
     steps = [steps_of(old, new) for old, new in zip(olds, news, strict=True)]
-    return compress(np.concatenate(_planes(np.concatenate(steps))))
+    return compress(np.concatenate(_planes(np.concatenate(steps))).data)
 
 
 def decode_dense(body: memoryview, olds: Sequence[Cells]) -> list[Cells]:

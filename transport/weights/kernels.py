@@ -190,9 +190,7 @@ def scan_apply(
                 filled += 1
                 symbol += 1
                 cursors[kind] = symbol
-                ahead = np.int64(4611686018427387904)
-                if symbol < ends[kind]:
-                    ahead = np.int64(gaps[symbol])
+                ahead = np.int64(gaps[symbol]) if symbol < ends[kind] else np.int64(NEVER)
             left[kind] = ahead
             word >>= bits
     return filled
@@ -208,7 +206,7 @@ def pack_bits(values: Any, widths: Any, out: Any) -> None:
         width = np.uint64(widths[i])
         value = np.uint64(values[i]) & ((np.uint64(1) << width) - np.uint64(1))
         waiting |= value << np.uint64(bits)
-        bits += np.int64(width)
+        bits += int(width)
         while bits >= 8:
             if at < out.size:
                 out[at] = waiting & np.uint64(255)
@@ -225,7 +223,7 @@ def unpack_bits(data: Any, widths: Any, values: Any) -> None:
     bits = 0
     at = 0
     for i in range(values.size):
-        width = np.int64(widths[i])
+        width = int(widths[i])
         while bits < width:
             if at < data.size:
                 waiting |= np.uint64(data[at]) << np.uint64(bits)

@@ -1,8 +1,10 @@
 """Encode and decode one segment: the coder is chosen, the bits come back exactly.
 
-What always holds: ``decode_segment(encode_segment(olds, news), olds)`` gives absolute values that
-make ``olds`` the ``news`` bit for bit, whatever the patterns and sizes; a hostile body ends in an
-``IntegrityError`` and costs no more memory than the segment and the stated changes imply.
+What always holds: the changes that ``decode_segment`` gives make the old cells the new ones bit
+for bit, whatever the patterns and sizes; they are absolute values, so writing them twice is
+harmless; numba or not, the same segment gives the same bytes under the same coder; a hostile body
+ends in an ``IntegrityError`` and costs no more memory than the segment and the stated number of
+changes imply.
 """
 
 from collections.abc import Sequence
@@ -15,9 +17,11 @@ import numpy as np
 from transport.errors import IntegrityError, ModelError
 from transport.weights import coders, kernels
 from transport.weights.layout import MAX_SEGMENT_CELLS, class_layout
-from transport.weights.patch import CellRun, TensorChange
+from transport.weights.patch import CellList, CellRun, TensorChange
+from transport.weights.range_coder import decode_range, encode_range
 from transport.weights.static_streams import (
     Packed,
+    extra_bytes,
     pack_gaps,
     pack_steps,
     unpack_gaps,
@@ -29,63 +33,228 @@ from transport.weights.tensors import Cells
 CODERS = (
     "same", "raw", "split.zstd", "list.zstd", "class.zstd", "class.range", "dense.zstd",
 )  # fmt: skip
+"""Every coder that can be decoded, by its name on the wire."""
+
+CLASS_SHARE = 0.7
+"""Above this share of changed cells, classes are not tried: the steps of all cells are smaller."""
+DENSE_SHARE = 0.35
+"""Below it, the steps of all cells are not tried."""
+
+# Seconds of the slower side (decoding), measured on one core of an AMD EPYC with 1 % of 2-byte
+# cells changed; they need only be right enough to tell a slow coder from a slow link.
+_CLASS_CELL_S = 2.0e-9
+_CLASS_CHANGE_S = 60e-9
+_RANGE_CHANGE_S = 100e-9
+_LIST_CELL_S = 1.3e-9
+_LIST_CHANGE_S = 30e-9
+_LIST_BYTES = 1.6
+"""Bytes per change of ``list.zstd`` beyond the value."""
+_CLASS_BYTES = 0.9
+"""Bytes per change of ``class.zstd``, for the choice alone."""
+_RANGE_GAIN = 0.06
+"""Share that ``class.range`` saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedSegment:
+    """A coder's name, how many cells changed, and the body; unchanged: ``same`` and empty."""
+
     coder: str
     changed: int
     body: bytes
 
 
 class CodecSettings(msgspec.Struct, frozen=True):
+    """How to choose a coder.
+
+    ``small``: fewest bytes. ``fast``: static entropy coding. ``portable``: the same bytes without
+    numba. ``absolute``: positions and values, whatever the old ones were. ``auto``: the lowest
+    sum of the slower side's seconds and of bytes over ``link_bytes_s``.
+    """
+
     coder: Literal["auto", "small", "fast", "portable", "absolute"] = "auto"
     link_bytes_s: float = 12.5e6
 
 
 def encode_segment(
-    dtype: str, olds: Sequence[Cells], news: Sequence[Cells], settings: CodecSettings,
-    *, compiled: bool | None = None
+    dtype: str,
+    olds: Sequence[Cells],
+    news: Sequence[Cells],
+    settings: CodecSettings,
+    *,
+    compiled: bool | None = None,
 ) -> EncodedSegment:
-    changed = sum(int(np.count_nonzero(o != n)) for o, n in zip(olds, news, strict=True))
+    """Code what changed between old and new cells: one array each per span, of one unsigned type.
+
+    ``compiled`` forces numba (True) or numpy (False); by itself, large segments use numba where
+    it is installed.
+
+    Raises:
+        ModelError: old and new cells differ in type or size, or are too many for one segment.
+    """
     cells = sum(old.size for old in olds)
     if cells > MAX_SEGMENT_CELLS:
-        raise ModelError(f"segment of {cells} cells, at most {MAX_SEGMENT_CELLS}")
-    if compiled is None: compiled = kernels.worthwhile(cells)
+        raise ModelError(f"segment of {cells} cells; one has at most {MAX_SEGMENT_CELLS}")
+    if len(olds) != len(news) or any(
+        (old.dtype, old.size) != (new.dtype, new.size) or old.dtype != olds[0].dtype
+        for old, new in zip(olds, news, strict=True)
+    ):
+        raise ModelError("old and new cells of a segment differ in type or size")
+    changed = sum(_count(old, new) for old, new in zip(olds, news, strict=True))
     if not changed:
         return EncodedSegment("same", 0, b"")
-    item_bits = olds[0].dtype.itemsize * 8
-    if changed * 2 > cells or item_bits == 64:
-        return EncodedSegment("dense.zstd", changed, coders.encode_dense(olds, news))
-    layout = class_layout(dtype)
-    symbols = symbols_of(olds, news, layout, compiled)
+    if compiled is None:
+        compiled = settings.coder != "portable" and kernels.worthwhile(cells)
+    share, wide = changed / cells, olds[0].dtype.itemsize == 8
+    if settings.coder == "absolute" or (settings.coder == "auto" and _prefers_list(
+        settings, cells, changed, olds[0].dtype.itemsize
+    )):  # fmt: skip
+        found = [_absolute(olds, news)]
+    else:
+        found = []
+        if not wide and share <= CLASS_SHARE:
+            found.append(_classes(dtype, olds, news, settings, changed, compiled))
+        if wide:
+            found.append(_absolute(olds, news))
+        if share >= DENSE_SHARE:
+            found.append(("dense.zstd", coders.encode_dense(olds, news)))
+    coder, body = min(found, key=lambda pair: len(pair[1]))
+    if len(body) >= 0.6 * cells * olds[0].dtype.itemsize:
+        new = np.concatenate(news)
+        others = [("split.zstd", coders.encode_split(new)), ("raw", coders.encode_raw(new))]
+        coder, body = min((coder, body), *others, key=lambda pair: len(pair[1]))
+    return EncodedSegment(coder, changed, body)
+
+
+def _count(old: Cells, new: Cells) -> int:
+    block = 1 << 16
+    return sum(
+        int(np.count_nonzero(old[at : at + block] != new[at : at + block]))
+        for at in range(0, old.size, block)
+    )
+
+
+def _prefers_list(settings: CodecSettings, cells: int, changed: int, item_bytes: int) -> bool:
+    """Whether the link is so fast that ranking cells by class costs more than it saves."""
+    listed = cells * _LIST_CELL_S + changed * (
+        _LIST_CHANGE_S + (_LIST_BYTES + item_bytes) / settings.link_bytes_s
+    )
+    classed = cells * _CLASS_CELL_S + changed * (
+        _CLASS_CHANGE_S + _CLASS_BYTES / settings.link_bytes_s
+    )
+    return listed < classed
+
+
+def _absolute(olds: Sequence[Cells], news: Sequence[Cells]) -> tuple[str, bytes]:
+    positions, values, start = [], [], 0
+    for old, new in zip(olds, news, strict=True):
+        (here,) = np.nonzero(old != new)
+        positions.append((here + start).astype(np.uint32))
+        values.append(new[here])
+        start += old.size
+    return "list.zstd", coders.encode_list(np.concatenate(positions), np.concatenate(values))
+
+
+def _classes(
+    dtype: str,
+    olds: Sequence[Cells],
+    news: Sequence[Cells],
+    settings: CodecSettings,
+    changed: int,
+    compiled: bool,
+) -> tuple[str, bytes]:
+    item_bits = 8 * olds[0].dtype.itemsize
+    symbols = symbols_of(olds, news, class_layout(dtype), compiled)
     body = coders.static_body(
         symbols.counts,
         pack_gaps(symbols.gaps, compiled),
         pack_steps(symbols.steps, symbols.counts, item_bits, compiled),
     )
-    return EncodedSegment("class.zstd", changed, body)
+    saved_s = _RANGE_GAIN * len(body) / settings.link_bytes_s
+    if settings.coder == "small" or (
+        settings.coder == "auto" and compiled and saved_s > changed * _RANGE_CHANGE_S
+    ):
+        table = coders.table_bytes(symbols.counts)
+        limit = max(0, len(body) - len(table))
+        coded = encode_range(symbols.counts, symbols.gaps, symbols.steps, limit, compiled)
+        if coded is not None:
+            return "class.range", table + coded
+    return "class.zstd", body
 
 
 def decode_segment(
-    coder: str, dtype: str, body: memoryview, olds: Sequence[Cells], changed: int,
-    *, compiled: bool | None = None
+    coder: str,
+    dtype: str,
+    body: memoryview,
+    olds: Sequence[Cells],
+    changed: int,
+    *,
+    compiled: bool | None = None,
 ) -> list[TensorChange | None]:
-    if coder == "same" and not changed and not len(body):
+    """What becomes of each span, relative to its start; None where nothing changes.
+
+    Raises:
+        IntegrityError: unknown coder, or a body that is not one of ``changed`` changes in these
+            old cells.
+    """
+    cells = sum(old.size for old in olds)
+    if not 0 <= changed <= cells:
+        raise IntegrityError(f"{changed} changes in a segment of {cells} cells")
+    if compiled is None:
+        compiled = kernels.worthwhile(cells)
+    if coder == "same":
+        if changed or len(body):
+            raise IntegrityError("an unchanged segment has changes or a body")
         return [None] * len(olds)
-    if compiled is None: compiled = kernels.worthwhile(sum(o.size for o in olds))
-    item_bits = olds[0].dtype.itemsize * 8
-    if coder == "dense.zstd":
-        return [CellRun(0, new) for new in coders.decode_dense(body, olds)]
-    if coder == "class.zstd":
+    if not changed:
+        raise IntegrityError(f"a {coder!r} segment has no changes")
+    kind = olds[0].dtype
+    if coder in ("class.zstd", "class.range"):
+        if kind.itemsize == 8:
+            raise IntegrityError(f"{coder} codes no {dtype} cells")
         layout = class_layout(dtype)
-        counts, gaps, steps, extra = coders.read_static(body, layout, changed)
-        shifts = np.maximum(gaps >> 3, 1).astype(np.int64) - 1
-        split = (int(shifts.sum()) + 7) >> 3
-        symbols = ClassSymbols(
-            counts,
-            unpack_gaps(Packed(gaps, extra[:split]), compiled),
-            unpack_steps(Packed(steps, extra[split:]), counts, item_bits, compiled),
-        )
+        symbols = _read_classes(coder, dtype, body, 8 * kind.itemsize, changed, compiled)
         return list(changes_of(symbols, olds, layout, compiled))
+    if coder == "list.zstd":
+        return _read_list(body, olds, changed)
+    if coder == "dense.zstd":
+        return [_run(new) for new in coders.decode_dense(body, olds)]
+    if coder in ("raw", "split.zstd"):
+        decode = coders.decode_raw if coder == "raw" else coders.decode_split
+        values = decode(body, cells, kind)
+        ends = np.cumsum([old.size for old in olds])
+        return [_run(part) for part in np.split(values, ends[:-1])]
     raise IntegrityError(f"coder {coder!r} is unknown; known: {', '.join(CODERS)}")
+
+
+def _run(values: Cells) -> CellRun | None:
+    return CellRun(0, values) if values.size else None
+
+
+def _read_classes(
+    coder: str, dtype: str, body: memoryview, item_bits: int, changed: int, compiled: bool
+) -> ClassSymbols:
+    layout = class_layout(dtype)
+    if coder == "class.range":
+        counts, rest = coders.read_table(body, layout, changed)
+        return ClassSymbols(counts, *decode_range(rest, counts, item_bits, compiled))
+    counts, gaps, steps, extra = coders.read_static(body, layout, changed)
+    split = extra_bytes(gaps)
+    return ClassSymbols(
+        counts,
+        unpack_gaps(Packed(gaps, extra[:split]), compiled),
+        unpack_steps(Packed(steps, extra[split:]), counts, item_bits, compiled),
+    )
+
+
+def _read_list(body: memoryview, olds: Sequence[Cells], changed: int) -> list[TensorChange | None]:
+    cells = sum(old.size for old in olds)
+    positions, values = coders.decode_list(body, cells, olds[0].dtype, changed)
+    changes: list[TensorChange | None] = []
+    start = 0
+    for old in olds:
+        first, end = np.searchsorted(positions, (start, start + old.size))
+        here = CellList(positions[first:end] - np.int32(start), values[first:end])
+        changes.append(here if end > first else None)
+        start += old.size
+    return changes

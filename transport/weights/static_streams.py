@@ -81,6 +81,12 @@ def check_extra(data: Bytes8, bits: int) -> None:
         raise IntegrityError(f"{data.size} bytes of extra bits, symbols ask for {bits} bits")
 
 
+def extra_bytes(gap_symbols: Bytes8) -> int:
+    """How many bytes the extra bits of gaps fill."""
+    widths = np.maximum(gap_symbols >> np.uint8(3), 1) - np.uint8(1)
+    return (int(widths.sum(dtype=np.int64)) + 7) >> 3
+
+
 def pack_gaps(gaps: Words, compiled: bool = False) -> Packed:
     shifts = np.maximum(_bit_lengths(gaps), 4) - np.uint8(4)
     symbols = (gaps >> shifts).astype(np.uint8) + np.uint8(8) * shifts
@@ -96,7 +102,8 @@ def unpack_gaps(packed: Packed, compiled: bool = False) -> Words:
         raise IntegrityError(f"gap symbol {symbols.max()}, the highest is {GAP_SYMBOLS - 1}")
     shifts = np.maximum(symbols >> np.uint8(3), 1) - np.uint8(1)
     tops = (symbols - np.uint8(8) * shifts).astype(np.uint32)
-    return (tops << shifts) | _unpack_bits(packed.extra, shifts, compiled)
+    gaps: Words = (tops << shifts) | _unpack_bits(packed.extra, shifts, compiled)
+    return gaps
 
 
 def _step_widths(buckets: Bytes8, item_bits: int) -> Bytes8:
@@ -113,9 +120,7 @@ def _pair_places(counts: Counts) -> Counts:
     return places
 
 
-def pack_steps(
-    steps: Words, counts: Counts, item_bits: int, compiled: bool = False
-) -> Packed:
+def pack_steps(steps: Words, counts: Counts, item_bits: int, compiled: bool = False) -> Packed:
     """``counts`` are the symbols per class; none of the steps is zero."""
     negative = (steps & np.uint32(1)).astype(np.uint8)
     reach = (steps >> np.uint32(1)) - (np.uint32(1) - (steps & np.uint32(1)))
@@ -126,9 +131,7 @@ def pack_steps(
     return Packed(symbols, _pack_bits(reach, _step_widths(buckets, item_bits), compiled))
 
 
-def unpack_steps(
-    packed: Packed, counts: Counts, item_bits: int, compiled: bool = False
-) -> Words:
+def unpack_steps(packed: Packed, counts: Counts, item_bits: int, compiled: bool = False) -> Words:
     """``packed.symbols`` are as long as ``pair_bytes(counts)`` says.
 
     Raises:
@@ -145,4 +148,5 @@ def unpack_steps(
     reach[tops] |= np.uint32(1) << widths[tops]
     reach[buckets == 1] = 1
     negative = (symbols & np.uint8(1)).astype(np.uint32)
-    return (reach << np.uint32(1)) + np.uint32(2) - negative
+    steps: Words = (reach << np.uint32(1)) + np.uint32(2) - negative
+    return steps

@@ -119,9 +119,7 @@ def _as_words(cells: Cells) -> Words64:
 
 
 def _scan(olds: Sequence[Cells], news: Sequence[Cells], layout: ClassLayout) -> ClassSymbols:
-    scan, sort = (
-        kernels.compiled(kernel) for kernel in (kernels.scan_changes, kernels.by_class)
-    )
+    scan, sort = (kernels.compiled(kernel) for kernel in (kernels.scan_changes, kernels.by_class))
     lanes = kernels.lanes_of(olds[0].dtype.itemsize, layout)
     seen = np.zeros((kernels.COUNTERS, 256), np.int32)
     last = np.full(256, -1, np.int64)
@@ -132,9 +130,7 @@ def _scan(olds: Sequence[Cells], news: Sequence[Cells], layout: ClassLayout) -> 
         for _, shape, (old, new) in _words(lanes, old_span, new_span):
             word = 0
             while True:
-                word, filled = scan(
-                    old, new, word, shape, seen, last, kinds, gaps, steps, filled
-                )
+                word, filled = scan(old, new, word, shape, seen, last, kinds, gaps, steps, filled)
                 if word == old.size:
                     break
                 room *= 2

@@ -1,0 +1,120 @@
+"""Upkeep of the weight store: what is made while nobody waits, and what happens when it fails."""
+
+import asyncio
+
+import pytest
+import pytest_asyncio
+from version_store import POLICY, Publisher, add, filled, opened
+
+from scheduler import weight_keeper
+from scheduler.service import Worker
+from scheduler.weight_composites import perform
+from scheduler.weight_keeper import Keeper
+from scheduler.weight_plans import Planner
+from transport.errors import StoreError
+from transport.runtime.clock import ManualClock
+
+
+class Shop:
+    """A keeper over a store with four versions, of which every second gets a cumulative."""
+
+    def __init__(self, folder):
+        self.publisher = Publisher(folder / "model")
+        self.store = filled(opened(folder / "store", cumulative_every=2), self.publisher, 4)
+        self.library = Worker("library")
+        clock = ManualClock()
+        planner = Planner(
+            self.store,
+            self.library,
+            clock,
+            ready=lambda key: None,
+            trouble=lambda policy, urgent: None,
+            bridges=True,
+        )
+        self.keeper = Keeper(
+            self.store,
+            self.library,
+            planner,
+            clock,
+            cpu_share=1.0,
+            uploading=lambda policy: (),
+        )
+
+    async def add(self, *versions):
+        for version in versions:
+            await self.library.run(add, self.store, self.publisher.next(version))
+
+    @property
+    def composites(self):
+        return set(self.store._policies[POLICY].composites)
+
+
+@pytest_asyncio.fixture
+async def shop(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_keeper, "MAINTAIN_S", 0.01)
+    shop = Shop(tmp_path)
+    task = asyncio.create_task(shop.keeper.run())
+    yield shop
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await shop.keeper.close()
+    shop.library.close()
+
+
+async def until(condition):
+    async with asyncio.timeout(10.0):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.asyncio
+async def test_what_failed_is_not_tried_again_until_something_changed(shop, monkeypatch):
+    calls = []
+
+    def failing(job, stop):
+        calls.append(job.version.version)
+        raise StoreError("disk full")
+
+    turns = []
+    maintain = shop.keeper._planner.forget_silent
+    monkeypatch.setattr(
+        shop.keeper._planner, "forget_silent", lambda: (turns.append(1), maintain())
+    )
+    monkeypatch.setattr(weight_keeper, "perform", failing)
+    await until(lambda: calls == [4])
+    seen = len(turns)
+    await until(lambda: len(turns) > seen + 5)
+    assert calls == [4]
+    monkeypatch.setattr(weight_keeper, "perform", perform)
+    await shop.add(5, 6)
+    shop.keeper.has_changed(POLICY)
+    await until(lambda: shop.composites == {(0, 6)})
+
+
+@pytest.mark.asyncio
+async def test_what_a_job_finds_damaged_is_avoided_and_the_rest_made(shop):
+    await until(lambda: shop.composites == {(0, 4)})
+    (entry,) = shop.store._policies[POLICY].composites[0, 4].manifest.files
+    shop.store.blobs(POLICY).path(entry.digest).write_bytes(b"x" * entry.size_bytes)
+    await shop.add(5, 6)
+    shop.keeper.has_changed(POLICY, urgent=True)
+    await until(lambda: shop.composites == {(0, 6)})  # by way of the deltas
+    assert not shop.store.blobs(POLICY).has(entry.digest)
+
+
+@pytest.mark.asyncio
+async def test_stopping_does_not_wait_for_what_is_being_made(shop, monkeypatch):
+    started = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    seen = []
+
+    def slow(job, stop):
+        loop.call_soon_threadsafe(started.set)
+        seen.append(stop.wait(10.0))
+        raise StoreError("the weight store stops")
+
+    monkeypatch.setattr(weight_keeper, "perform", slow)
+    async with asyncio.timeout(10.0):
+        await started.wait()
+        await shop.keeper.close()
+    assert seen == [True]

@@ -1,0 +1,164 @@
+"""The agent's weights client with real files and an engine: what the engine is given, and when."""
+
+import asyncio
+import random
+
+import msgspec
+import pytest
+import pytest_asyncio
+from published_versions import POLICY, TRUSTED, Versions
+
+from edge_agent.core.effects import DiscardCopy, FetchPlan, SwapWeights, VerifyWeights
+from edge_agent.core.events import (
+    CopyDiscarded,
+    PlanStaged,
+    StageFailed,
+    VerifyFailed,
+    WeightsSwapped,
+    WeightsVerified,
+)
+from edge_agent.engines.fake import FakeEngine
+from edge_agent.weight_copy import WeightCopies
+from edge_agent.weights_client import WeightsClient
+from transport.chunk_parts import ChunkSource
+from transport.delivery_window import DeliveryWindow
+from transport.messages import Chunk, PlanStep, WeightsPlan
+from transport.runtime.clock import SystemClock
+from transport.weights.manifest import describe_file
+from transport.weights.manifest_folder import StoredManifest
+from transport.weights.patch import whole
+
+
+class Store:
+    """The only source of chunks: all files of ``versions``."""
+
+    rate_bytes_s = 0.0
+
+    def __init__(self, versions):
+        self.versions = versions
+        self.client = None
+        self.asked = 0
+        self._window = DeliveryWindow()
+
+    def sources(self):
+        return [ChunkSource("origin", self._window)]
+
+    def is_up(self, source):
+        return True
+
+    def busy(self, busy):
+        pass
+
+    def send(self, source, request):
+        publications = self.versions.publications.values()
+        published = [entry for made in publications for entry in made.manifest.files]
+        (entry,) = {e.digest: e for e in published if e.digest == request.digest}.values()
+        data = self.versions.file(entry)
+        for index in request.indices:
+            self.asked += 1
+            size = request.part_bytes or entry.chunk_bytes
+            chunk = Chunk(digest=request.digest, index=index, part_bytes=request.part_bytes)
+            body = data[index * size : (index + 1) * size]
+            asyncio.get_running_loop().call_soon(self.client.arrived, "origin", chunk, [body])
+
+
+class Agent:
+    """A client, told what to do in the core's words."""
+
+    def __init__(self, tmp_path, versions, **local):
+        self.engine = FakeEngine(4)
+        self.copies = WeightCopies(tmp_path / "copies", trusted=TRUSTED)
+        self.store = Store(versions)
+        self.events = asyncio.Queue()
+        self.client = WeightsClient(
+            self.engine,
+            self.copies,
+            self.store,
+            clock=SystemClock(),
+            rng=random.Random(0),
+            feed=self.events.put_nowait,
+            refresh_trust=lambda: None,
+            local_models=local,
+        )
+        self.store.client = self.client
+
+    async def do(self, effect):
+        async with asyncio.TaskGroup() as tasks:
+            self.client.perform(effect, tasks)
+        return self.events.get_nowait()
+
+    async def bring(self, plan):
+        staged = await self.do(FetchPlan(policy=POLICY, ticket=1, plan=plan))
+        assert isinstance(staged, PlanStaged)
+        return await self.do(SwapWeights(policy=POLICY, ticket=1))
+
+    def in_engine(self):
+        return dict(self.engine.read_weights(POLICY))
+
+
+@pytest.fixture
+def versions(tmp_path):
+    return Versions(tmp_path / "model", sparse=True)
+
+
+@pytest_asyncio.fixture
+async def agent(tmp_path, versions):
+    made = Agent(tmp_path, versions, p=str(versions.folder))
+    yield made
+    await made.client.close()
+
+
+def snapshot_plan(versions, target):
+    """From nothing by a snapshot that the store made."""
+    first = StoredManifest(versions.publications[0].manifest, versions.signed(0))
+    manifest = versions.publications[target].manifest
+    proof = StoredManifest(manifest, versions.signed(target)).step(())
+    entry = describe_file("model.safetensors", "snapshot", b"not fetched")
+    catalogue = msgspec.msgpack.encode(msgspec.structs.replace(manifest, files=(entry,)))
+    files = PlanStep(manifest=catalogue, signature=b"", key_id="", files=(entry.name,))
+    artefacts = first.step(first.manifest.of_kind("artefact"))
+    return WeightsPlan(policy=POLICY, version=target, steps=(artefacts, proof, files))
+
+
+@pytest.mark.asyncio
+async def test_a_local_folder_is_served_instead_of_fetching_a_snapshot(agent, versions):
+    swapped = await agent.bring(snapshot_plan(versions, 3))
+    assert isinstance(swapped, WeightsSwapped)
+    assert (swapped.version, swapped.fetched_bytes, agent.store.asked) == (0, 0, 0)
+    later = await agent.bring(versions.plan(3, have=0))
+    assert (later.version, later.digest) == (3, versions.ref(3).digest)
+    assert later.fetched_bytes == sum(versions.delta(v).size_bytes for v in (1, 2, 3))
+    assert agent.in_engine() == versions.states[3]
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_is_not_trusted_gets_everything(agent, versions):
+    await agent.bring(versions.plan(0))
+    await agent.engine.apply(POLICY, 7, whole(versions.states[7]))
+    assert isinstance(await agent.do(DiscardCopy(policy=POLICY)), CopyDiscarded)
+    swapped = await agent.bring(versions.plan(2))
+    assert swapped.version == 2
+    assert agent.in_engine() == versions.states[2]
+    assert agent.engine.version(POLICY) == 2
+
+
+@pytest.mark.asyncio
+async def test_cells_that_the_engine_lost_are_found_and_good_ones_are_confirmed(agent, versions):
+    await agent.bring(versions.plan(1))
+    check = VerifyWeights(policy=POLICY, ticket=9, rescan=True, read_back=True)
+    assert await agent.do(check) == WeightsVerified(policy=POLICY, ticket=9)
+    await agent.engine.apply(POLICY, 1, whole(versions.states[8]))
+    failed = await agent.do(check)
+    assert isinstance(failed, VerifyFailed)
+    assert failed.code == "engine.weights"
+    assert "cells of 'a'" in failed.detail or "cells of 'b'" in failed.detail
+
+
+@pytest.mark.asyncio
+async def test_a_plan_from_another_version_is_refused_with_its_code(agent, versions):
+    await agent.bring(versions.plan(1))
+    failed = await agent.do(FetchPlan(policy=POLICY, ticket=2, plan=versions.plan(4, have=2)))
+    assert isinstance(failed, StageFailed)
+    assert failed.code == "integrity.base"
+    assert agent.store.asked == 1
+    assert (await agent.bring(versions.plan(4, have=1))).version == 4
