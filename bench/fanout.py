@@ -18,20 +18,22 @@ import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from bench.fanout_agents import agents
 from bench.fanout_catchup import catchup_rows
-from bench.fanout_cloud import cloud
-from bench.fanout_link import PlainServer
+from bench.fanout_cloud import Cloud, cloud
+from bench.fanout_link import PlainServer, emulated
 from bench.fanout_model import FULL_SIZE, QUICK_SIZE, two_versions
 from bench.fanout_publish import publish_rows
-from bench.fanout_relay import RELAY, RELAYED, egress_rows, open_relayed
+from bench.fanout_relay import RELAY, RELAYED, egress_rows, relay
 from bench.fanout_swap import swap_rows
 from bench.fanout_transport import (
     SETUPS,
     SLOW_AGENT,
+    Bench,
     Push,
     control_rows,
-    open_bench,
     setup_rows,
+    setup_specs,
     slow_agent_row,
 )
 from bench.report import Row, main
@@ -49,8 +51,7 @@ async def stream_rows(folder: Path, cells: int, repeats: int) -> list[Row]:
     plain = await PlainServer.start()
     try:
         async with cloud(folder, hosted=hosted, relays=[RELAY]) as made, AsyncExitStack() as stack:
-            benches = [await open_bench(stack, made, setup, plain.port, cells) for setup in SETUPS]
-            relayed = await open_relayed(stack, made, cells)
+            benches, relayed = await _open(stack, made, plain.port, cells)
             for bench in (*benches, relayed):
                 await bench.begin()
             rows: list[Row] = []
@@ -66,6 +67,25 @@ async def stream_rows(folder: Path, cells: int, repeats: int) -> list[Row]:
             return rows
     finally:
         await plain.close()
+
+
+async def _open(
+    stack: AsyncExitStack, made: Cloud, plain_port: int, cells: int
+) -> tuple[list[Bench], Bench]:
+    """Links, relay and agents; all agents share a process, of which one setup's work at a time."""
+    specs, links = [], []
+    targets = {"weights": made.store_port, "control": made.control_port, "plain": plain_port}
+    for setup in (*SETUPS, RELAYED):
+        link = await stack.enter_async_context(emulated(setup.path, targets, made.folder))
+        relays = [await stack.enter_async_context(relay(made, link))] if setup is RELAYED else []
+        specs += setup_specs(made, setup, link, relays)
+        links.append(link)
+    fleet = await stack.enter_async_context(agents(specs, made.folder))
+    benches = [
+        Bench(setup, link, fleet, made.publishing(setup.policy), cells)
+        for setup, link in zip((*SETUPS, RELAYED), links, strict=True)
+    ]
+    return benches[:-1], benches[-1]
 
 
 def measure(quick: bool) -> list[Row]:

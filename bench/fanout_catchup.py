@@ -2,7 +2,7 @@
 ``bench.fanout``.
 
 A policy of simulated weights (learning rate 1e-6) is published version by version into a real
-``WeightVersions`` on disk; after each version (``--quick``: each fourth) upkeep makes composites
+``WeightVersions`` on disk; after each version (``--quick``: each tenth) upkeep makes composites
 and cumulatives as in the store's process, for a fleet in which some agents always lag by 4, 16 and
 64 versions.
 
@@ -33,8 +33,8 @@ RATE = 1e-6
 VERSIONS = 100
 MISSED = (1, 4, 16, 64)
 JOINER_TARGET = 0.12
-QUICK_CELLS, FULL_CELLS = 200_000, 4_000_000
-QUICK_EVERY = 4
+QUICK_CELLS, FULL_CELLS = 100_000, 4_000_000
+QUICK_EVERY = 10
 MAX_JOBS = 16
 """Made at one time at most; each turn of the store's upkeep makes one thing."""
 

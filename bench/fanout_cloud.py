@@ -107,7 +107,7 @@ class Publishing:
         keys = cloud.folder / "keys"
         name = trainer_name(policy)
         self.policy = policy
-        self.model = cloud.folder / f"model-{name}"
+        self.model = cloud.model(policy)
         self._key = SigningKey.load(keys / "signing" / f"{name}.toml")
         self._outbox = Outbox(cloud.folder / f"outbox-{name}")
         self._links = PlaneLinks(
@@ -204,6 +204,10 @@ class Cloud:
             weights_port=weights_port,
             keys=str(self.folder / "keys"),
         )
+
+    def model(self, policy: str) -> Path:
+        """The folder of the policy's version 0, once its trainer has made it."""
+        return self.folder / f"model-{trainer_name(policy)}"
 
     def publishing(self, policy: str) -> Publishing:
         made = Publishing(self, policy)

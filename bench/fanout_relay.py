@@ -11,11 +11,12 @@ and encryption included; relay and agents are the production processes.
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
+from typing import Any
 
 from bench.fanout_cloud import Cloud
-from bench.fanout_link import FARFLOW, REGION, START_S, Emulator, emulated
-from bench.fanout_transport import Bench, Push, Setup, with_agents
+from bench.fanout_link import FARFLOW, REGION, START_S, Emulator
+from bench.fanout_transport import Bench, Push, Setup
 from bench.report import Row
 from transport.runtime.processes import ChildSpec, start_child
 
@@ -25,8 +26,8 @@ TARGET = 1.05
 
 
 @asynccontextmanager
-async def relay(made: Cloud, link: Emulator) -> AsyncIterator[int]:
-    """A relay that reaches the store through ``link``; gives its port."""
+async def relay(made: Cloud, link: Emulator) -> AsyncIterator[dict[str, Any]]:
+    """A relay that reaches the store through ``link``; gives its entry in ``transport.relays``."""
     argv = [*FARFLOW, "relay", "run", "--stop-on-eof"]
     settings = {
         "transport.host": "127.0.0.1",
@@ -50,18 +51,9 @@ async def relay(made: Cloud, link: Emulator) -> AsyncIterator[int]:
     )
     try:
         ready = json.loads(await child.read_line(START_S))
-        yield int(ready["port"])
+        yield {"name": RELAY, "host": "127.0.0.1", "port": int(ready["port"])}
     finally:
         await child.terminate()
-
-
-async def open_relayed(stack: AsyncExitStack, made: Cloud, cells: int) -> Bench:
-    """Agents of a region that know its relay."""
-    targets = {"weights": made.store_port, "control": made.control_port}
-    link = await stack.enter_async_context(emulated(RELAYED.path, targets, made.folder))
-    port = await stack.enter_async_context(relay(made, link))
-    relays = [{"name": RELAY, "host": "127.0.0.1", "port": port}]
-    return await with_agents(stack, made, RELAYED, link, cells, relays)
 
 
 async def egress_rows(direct: tuple[Setup, Push], relayed: Bench, repeats: int) -> list[Row]:

@@ -41,8 +41,8 @@ async def swap_rows(folder: Path, size: ModelSize, two: TwoVersions, quick: bool
     """Pause and restart, and the versions of the tokens around a swap."""
     write_model(folder / "old", size, two.old)
     write_model(folder / "new", size, two.new)
-    repeats = 3 if quick else 5
-    tokens = 24
+    repeats = 2 if quick else 5
+    tokens = 16 if quick else 24
     engine = TorchEngine(SEQUENCES, threads=2)
     await engine.start()
     try:

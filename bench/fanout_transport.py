@@ -174,29 +174,12 @@ def agent_spec(
     )
 
 
-async def open_bench(
-    stack: AsyncExitStack, made: Cloud, setup: Setup, plain_port: int, cells: int
-) -> Bench:
-    """Start link and agents of a setup."""
-    targets = {"weights": made.store_port, "control": made.control_port, "plain": plain_port}
-    link = await stack.enter_async_context(emulated(setup.path, targets, made.folder))
-    return await with_agents(stack, made, setup, link, cells)
-
-
-async def with_agents(
-    stack: AsyncExitStack,
-    made: Cloud,
-    setup: Setup,
-    link: Emulator,
-    cells: int,
-    relays: Sequence[dict[str, Any]] = (),
-) -> Bench:
-    """Start the agents of a setup behind its link."""
-    publishing = made.publishing(setup.policy)
-    models = {setup.policy: str(publishing.model)}
-    specs = [agent_spec(made, name, link, models, relays=relays) for name in setup.agents]
-    fleet = await stack.enter_async_context(agents(specs, made.folder))
-    return Bench(setup, link, fleet, publishing, cells)
+def setup_specs(
+    made: Cloud, setup: Setup, link: Emulator, relays: Sequence[dict[str, Any]] = ()
+) -> list[AgentSpec]:
+    """The agents of a setup behind its link."""
+    models = {setup.policy: str(made.model(setup.policy))}
+    return [agent_spec(made, name, link, models, relays=relays) for name in setup.agents]
 
 
 async def ping_times(

@@ -67,7 +67,7 @@ class ControlPlane:
                 return FromTrainer(peer.name, message)
             case Role.SERVICE:
                 return FromService(peer.name, message)
-            case Role.SCHEDULER:  # nobody else has that key, and it may say nothing here
+            case Role.SCHEDULER | Role.RELAY:  # they may say nothing here
                 return None
 
     def send(self, peer: str, message: Message) -> None:

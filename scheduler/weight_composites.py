@@ -151,7 +151,8 @@ def perform(job: Job, stop: threading.Event) -> VersionManifest:
 
     Raises:
         WalkFailed: a file on the way is damaged or gone.
-        ChecksumMismatch: what was made is not what the manifests promise; nothing was written.
+        IntegrityError: what was made is not what the manifests promise, or does not decode to it;
+            nothing was written.
         StoreError: the disk refused, or ``stop`` was set.
     """
     if isinstance(job, CompositeJob):
@@ -186,7 +187,8 @@ def _composite(job: CompositeJob, stop: threading.Event) -> VersionManifest:
         walk(arena, job.blobs, job.to_version, note=former.note, go_on=go_on)
         before = Before(arena.tensors, former.patch(), to_base.patch)
     encoded = assemble_delta(
-        encode_segments(_work(before, arena.tensors, go_on), base.kinds),
+        # Nobody applies a composite before agents do, so it is read back here.
+        encode_segments(_work(before, arena.tensors, go_on), base.kinds, read_back=True),
         base=base,
         run=job.version.run,
         policy=job.version.policy,

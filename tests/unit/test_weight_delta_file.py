@@ -17,6 +17,7 @@ from transport.errors import (
     ModelError,
     TruncatedBlob,
 )
+from transport.weights.delta_encode import span_cells
 from transport.weights.delta_file import (
     CodecSettings,
     CodedSegment,
@@ -29,7 +30,7 @@ from transport.weights.delta_file import (
     read_delta_header,
 )
 from transport.weights.digest import StateDigest, state_digest
-from transport.weights.layout import SegmentPlan, Span
+from transport.weights.layout import SegmentPlan, Span, plan_segments
 from transport.weights.manifest import (
     DELTA_NAME,
     check_manifest,
@@ -37,6 +38,7 @@ from transport.weights.manifest import (
     describe_file,
 )
 from transport.weights.patch import changed_cells
+from transport.weights.segments import EncodedSegment, encode_segment
 from transport.weights.tensors import TensorBytes, read_header
 
 
@@ -355,3 +357,22 @@ def test_a_model_of_a_million_parameters_is_coded_in_milliseconds():
     decode_delta(arena, publication.files[DELTA_NAME], publication.manifest, entry)
     assert encoded - started < 0.6
     assert time.process_time() - encoded < 0.6
+
+
+def test_a_body_that_would_not_decode_is_noticed_before_it_is_offered(monkeypatch):
+    old = model()
+    new = stepped(old)
+    counts = {name: (tensor.dtype, tensor.cells().size) for name, tensor in new.items()}
+    plans = plan_segments(counts)
+    kinds = StateDigest.of(old).kinds
+    work = [SegmentWork(p, span_cells(p, old), span_cells(p, new)) for p in plans]
+    sound = list(encode_segments(work, kinds, read_back=True))
+    assert sound == list(encode_segments(work, kinds))
+
+    def wrong(*arguments):
+        coded = encode_segment(*arguments)
+        return EncodedSegment(coded.coder, coded.changed, coded.body[::-1])
+
+    monkeypatch.setattr("transport.weights.delta_encode.encode_segment", wrong)
+    with pytest.raises(IntegrityError):
+        list(encode_segments(work, kinds, read_back=True))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from transport.errors import IntegrityError, ModelError
 from transport.weights.cell_sums import COMPILED_CELLS
@@ -33,7 +34,8 @@ from transport.weights.digest import (
     tensor_key,
 )
 from transport.weights.layout import SEGMENT_CELLS, SegmentPlan, plan_segments
-from transport.weights.segments import CodecSettings, encode_segment
+from transport.weights.patch import CellRun
+from transport.weights.segments import CodecSettings, decode_segment, encode_segment
 from transport.weights.tensors import Cells, TensorBytes, safetensors_parts
 
 
@@ -118,15 +120,22 @@ def encode_segments(
     *,
     settings: CodecSettings | None = None,
     threads: int = 1,
+    read_back: bool = False,
 ) -> Iterator[CodedSegment]:
     """Encode segments in their order, those without changes left out. ``work`` is drawn only as
     threads become free. ``kinds`` as in ``StateDigest``: of whole tensors, also where ``work`` has
     only one process's part of them.
+
+    ``read_back`` decodes every body and compares: for files that nobody applies before they are
+    offered. Iterating then raises IntegrityError for one that would not give the new cells.
     """
     settings = CodecSettings() if settings is None else settings
 
     def encode(segment: SegmentWork) -> CodedSegment | None:
-        return _encode(segment, kinds, settings)
+        coded = _encode(segment, kinds, settings)
+        if read_back and coded is not None:
+            _read_back(segment, coded)
+        return coded
 
     coded = map(encode, work) if threads <= 1 else _in_order(encode, work, threads)
     return (segment for segment in coded if segment is not None)
@@ -171,6 +180,22 @@ def _encode(
     return CodedSegment(
         plan, coded.coder, coded.changed, coded.body, tuple(moves), min(bad, default=None)
     )
+
+
+def _read_back(work: SegmentWork, coded: CodedSegment) -> None:
+    changes = decode_segment(
+        coded.coder, work.plan.dtype, memoryview(coded.body), work.olds, coded.changed
+    )
+    found = 0
+    for change, new in zip(changes, work.news, strict=True):
+        if change is None:
+            continue
+        cells = new if isinstance(change, CellRun) else new[change.positions]
+        if not np.array_equal(change.values, cells):
+            raise IntegrityError(f"a {coded.coder} segment does not decode to what was encoded")
+        found += coded.changed if isinstance(change, CellRun) else change.values.size
+    if found < coded.changed:
+        raise IntegrityError(f"a {coded.coder} segment decodes to {found} of {coded.changed} cells")
 
 
 def assemble_delta(
