@@ -81,7 +81,7 @@ class ModelSize:
         }
 
 
-QUICK_SIZE = ModelSize(hidden=384, layers=8)  # 14 M cells
+QUICK_SIZE = ModelSize(hidden=256, layers=5)  # 4 M cells
 FULL_SIZE = ModelSize(hidden=1536, layers=14)  # 396 M cells
 
 

@@ -260,11 +260,11 @@ class WeightPlane(RuleBasedStateMachine):
             for number, (source, digest, index, part_bytes) in enumerate(answers):
                 entry = entries[digest]
                 place = place_of(index, part_bytes, entry.chunk_bytes)
-                whole = self.store.read_chunk(digest, place.chunk)
+                whole = self.store.read_chunk(digest, place.number)
                 if whole is None or (fault == "gone" and number % 3 == 2):
                     fetcher.chunk_not_found(source, digest, index, part_bytes)
                     continue
-                data = whole[place.offset : place.offset + (part_bytes or len(whole))]
+                data = whole[place.start : place.stop]
                 if source == "relay" or (fault == "corrupt" and not damaged):
                     data = bytes([data[0] ^ 1]) + data[1:]
                     damaged = True
@@ -364,8 +364,8 @@ class WeightPlane(RuleBasedStateMachine):
 
 TestWeightPlane = WeightPlane.TestCase
 TestWeightPlane.settings = settings(
-    max_examples=15,
-    stateful_step_count=25,
+    max_examples=40,
+    stateful_step_count=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
