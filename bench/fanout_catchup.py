@@ -10,12 +10,13 @@ What always holds: the best offered single plan is found without the store's own
 alone; one composite (or cumulative) wherever it ends, and deltas on; a snapshot and deltas on.
 """
 
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from bench.fanout_cloud import RUN, next_version
-from bench.report import Row
+from bench.report import Row, main
 from bench.weight_simulation import simulate
 from scheduler.weight_composites import perform
 from scheduler.weight_reading import PolicyShelf, StoreReader
@@ -161,3 +162,12 @@ def _missed_row(
         target="<= 1.0",
         ok=picked <= best,
     )
+
+
+def measure(quick: bool) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="farflow-catch-up-") as scratch:
+        return catchup_rows(Path(scratch), quick)
+
+
+if __name__ == "__main__":
+    main("fanout_catchup", measure)

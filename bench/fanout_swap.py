@@ -47,6 +47,7 @@ async def swap_rows(folder: Path, size: ModelSize, two: TwoVersions, quick: bool
     await engine.start()
     try:
         restarts = []
+        await engine.load_policy(_POLICY, folder / "new", 1)  # imports torch and transformers
         for _ in range(repeats):
             began_s = time.monotonic()
             await engine.load_policy(_POLICY, folder / "new", 1)

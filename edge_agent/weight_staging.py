@@ -318,6 +318,12 @@ class StagedVersion:
     def ref(self) -> VersionRef:
         return VersionRef(version=self.version, digest=self.digest)
 
+    @property
+    def full_digest(self) -> bool:
+        """Whether a full digest is signed that the weights were not compared with yet: those of a
+        snapshot or folder were, when it was opened."""
+        return bool(self.edges) and self.edges[-1].manifest.full_digest is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Intake:

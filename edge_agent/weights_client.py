@@ -242,6 +242,7 @@ class WeightsClient:
                 fetch_s=fetched.fetch_s,
                 rate_bytes_s=self._rate_bytes_s,
                 decode_cells_s=fetched.decode_cells_s,
+                full_digest=staged.full_digest,
             )
         )
 

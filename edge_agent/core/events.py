@@ -107,7 +107,8 @@ class StageFailed(Event, frozen=True, kw_only=True):
 class WeightsSwapped(Event, frozen=True, kw_only=True):
     """The engine generates with the staged version and the copy is committed. ``rate_bytes_s`` and
     ``decode_cells_s`` are what this agent fetches and decodes in a second by now, 0 where that was
-    not measured."""
+    not measured; ``full_digest`` says that the trainer signed the version's full digest, which the
+    copy can be compared with."""
 
     policy: str
     ticket: int
@@ -118,6 +119,7 @@ class WeightsSwapped(Event, frozen=True, kw_only=True):
     fetch_s: float = 0.0
     rate_bytes_s: float = 0.0
     decode_cells_s: float = 0.0
+    full_digest: bool = False
 
 
 class SwapFailed(Event, frozen=True, kw_only=True):

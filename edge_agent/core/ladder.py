@@ -191,7 +191,7 @@ class Ladder:
         self._swaps += 1
         self._speed.note(event.rate_bytes_s, event.decode_cells_s)
         announcement = self._announce(event.pause_s, event.fetched_bytes, event.fetch_s)
-        return [announcement, *self._verify(), *self._request(now)]
+        return [announcement, *self._verify(event.full_digest), *self._request(now)]
 
     def swap_failed(self, ticket: int) -> list[Effect]:
         if self.stage is not Stage.SWAPPING or ticket != self._ticket:
@@ -281,10 +281,10 @@ class Ladder:
         )
         return [ToWeightStore(message=request)]
 
-    def _verify(self) -> list[Effect]:
+    def _verify(self, full_digest: bool) -> list[Effect]:
         every, swaps = self._settings.verify_every_swaps, self._swaps
         some = self._settings.read_back_every_swaps
-        rescan = every > 0 and swaps % every == 0
+        rescan = every > 0 and (full_digest or swaps % every == 0)
         # The first may have been a load, which reads everything back anyway.
         read_back = some > 0 and (swaps <= 2 or swaps % some == 0)
         if not rescan and not read_back:

@@ -12,8 +12,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     attempts held at once, spooled ones included, so that an inventory of all of them fits into
     one control frame. A policy that is hosted no more is kept up to date for ``linger_s``: its
     last version is still to arrive, and it may be wanted again. The copy of a policy is read again
-    as a whole every ``verify_every_swaps`` swaps, and cells of the engine are compared with it
-    after the first two and every ``read_back_every_swaps``-th (0: never).
+    as a whole every ``verify_every_swaps`` swaps and at versions with a signed full digest, and
+    cells of the engine are compared with it after the first two and every
+    ``read_back_every_swaps``-th (0: never).
     """
 
     slots: int

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 )
 from signing import signing_key
 
+from cloud_trainer.config import PublicationTable
 from cloud_trainer.core.effects import BuildVersion
 from cloud_trainer.outbox import Outbox
 from cloud_trainer.publisher import Publisher
@@ -138,7 +139,7 @@ class WeightPlane(RuleBasedStateMachine):
     def new_publisher(self, version):
         return Publisher(
             self.outbox, KEY, SystemClock(), run="r", policy=POLICY, model=self.root / "model",
-            base_version=version, base=self.published[version],
+            base_version=version, base=self.published[version], table=PublicationTable(threads=1),
         )  # fmt: skip
 
     def build(self, order):
@@ -181,7 +182,9 @@ class WeightPlane(RuleBasedStateMachine):
         self.head = at
         if self.outbox.highest > at:
             version = self.outbox.highest + 1
-            self.build(BuildVersion(version=version, parent=at, step=self.step, whole=False, again=True))
+            self.build(
+                BuildVersion(version=version, parent=at, step=self.step, whole=False, again=True)
+            )
             self.published[version] = self.published[at]
             self.head = version
             self.checkpoint = (version, self.step)
@@ -205,7 +208,11 @@ class WeightPlane(RuleBasedStateMachine):
 
     @rule()
     def upkeep(self):
-        held = [a.copies.held()[POLICY].version for a in self.agents.values() if POLICY in a.copies.held()]
+        held = [
+            a.copies.held()[POLICY].version
+            for a in self.agents.values()
+            if POLICY in a.copies.held()
+        ]
         asked = [Asked(version, self.head) for version in held]
         for _ in range(20):
             job = self.store.next_job(POLICY, asked)
@@ -240,7 +247,9 @@ class WeightPlane(RuleBasedStateMachine):
         window = DeliveryWindow(max_window_bytes=1 << 20)
         sources = [ChunkSource("origin", window)]
         if fault == "lie":
-            sources.insert(0, ChunkSource("relay", DeliveryWindow(max_window_bytes=1 << 20), relay=True))
+            sources.insert(
+                0, ChunkSource("relay", DeliveryWindow(max_window_bytes=1 << 20), relay=True)
+            )
         fetcher = ChunkFetcher(intake.wanted, intake.present, sources=sources)
         entries = {entry.digest: entry for entry in intake.wanted}
         now, rounds, damaged = 0.0, 0, False
@@ -272,7 +281,9 @@ class WeightPlane(RuleBasedStateMachine):
                 accepted = fetcher.chunk_arrived(source, digest, index, part_bytes, data, now)
                 if accepted is None:
                     continue
-                agent.copies.blobs(POLICY).write_chunk(accepted.entry, accepted.index, accepted.data)
+                agent.copies.blobs(POLICY).write_chunk(
+                    accepted.entry, accepted.index, accepted.data
+                )
                 intake.staging.chunk_written(accepted.entry, accepted.index)
                 if fault == "cut" and self.random.random() < 0.3:
                     return False
@@ -364,10 +375,10 @@ class WeightPlane(RuleBasedStateMachine):
 
 TestWeightPlane = WeightPlane.TestCase
 TestWeightPlane.settings = settings(
-    max_examples=40,
-    stateful_step_count=30,
+    max_examples=8,
+    stateful_step_count=20,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-TestWeightPlane.pytestmark = [pytest.mark.timeout(120)]
+TestWeightPlane.pytestmark = [pytest.mark.timeout(60)]

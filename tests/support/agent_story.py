@@ -3,6 +3,8 @@
 import random
 from typing import Any, TypeVar
 
+import msgspec
+
 from edge_agent.core.effects import (
     Effect,
     FetchPlan,
@@ -142,11 +144,12 @@ class Story:
         self.feed(CopyOpened(policy=POLICY, version=version, digest=f"d{version}"))
         return self
 
-    def serve(self, version: int) -> list[Effect]:
+    def serve(self, version: int, *, full_digest: bool = False) -> list[Effect]:
         """The whole way to a new version."""
         fetched = one(FetchPlan, self.feed(FromWeightStore(message=plan(version))))
         self.feed(PlanStaged(policy=POLICY, ticket=fetched.ticket))
-        return self.feed(self.swapped(version, fetched.ticket))
+        swapped = self.swapped(version, fetched.ticket)
+        return self.feed(msgspec.structs.replace(swapped, full_digest=full_digest))
 
     @staticmethod
     def swapped(version: int, ticket: int) -> WeightsSwapped:

@@ -159,6 +159,15 @@ def test_copy_and_engine_are_checked_on_schedule() -> None:
     assert checks_of(Story(verify_every_swaps=0, read_back_every_swaps=0).up(), range(1, 40)) == []
 
 
+def test_a_version_with_a_signed_full_digest_is_compared_with_it_after_the_swap() -> None:
+    story = Story(read_back_every_swaps=0).up(version=None)
+    assert of(VerifyWeights, story.serve(1)) == []
+    check = one(VerifyWeights, story.serve(2, full_digest=True))
+    assert (check.rescan, check.read_back) == (True, False)
+    never = Story(verify_every_swaps=0, read_back_every_swaps=0).up()
+    assert of(VerifyWeights, never.serve(2, full_digest=True)) == []
+
+
 def test_a_failed_check_discards_the_copy_and_no_job_is_taken_until_it_is_healed() -> None:
     story = Story().up(version=None)
     story.scheduler(offer(1))

@@ -5,6 +5,10 @@ What always holds: a kernel gives the very numbers of its numpy counterpart (`sy
 the GIL and keeps no state but its arguments, so one pass goes on over many spans and several
 threads work on several segments.
 
+Speed comes from small innermost loops for the common word, in which nothing changes: what happens
+to the others stands outside them, or the compiler runs out of registers for both. Indices are
+unsigned, which spares a test for negative ones at every access.
+
 numba is optional and slow to import, so segments below ``KERNEL_CELLS`` never touch it. Compiled
 code is cached on disk where that is possible. Kernels over cells read 64-bit words, each of
 several cells (lanes of a word, lowest first), so that one compiled form serves every dtype.
@@ -24,8 +28,11 @@ KERNEL_CELLS = 1 << 22
 """From this many cells on, a segment is worth compiled loops."""
 
 COUNTERS = 4
-"""Cells in turn count in tables of their own: counters of one class in neighbouring cells would
-otherwise wait for each other."""
+"""Cells in turn count in tables of their own, one after the other in one array: counters of one
+class in neighbouring cells would otherwise wait for each other."""
+
+SPARE_WORDS = 2
+"""32-bit words of extra bits beyond the full ones."""
 
 NEVER = 1 << 62
 """Cells before the next change of a class that has none left."""
@@ -80,59 +87,53 @@ def scan_changes(
 ) -> tuple[int, int]:  # fmt: skip
     """Class, gap and step of the changed cells of words, from word ``start`` on, by position.
 
-    ``seen`` (COUNTERS x 256) counts the cells of each class so far, ``last`` holds the rank of
-    the class's last changed cell (-1: none); both go on from call to call. Stops before the
-    outputs are full; returns the next word and ``filled``.
-
-    Comparing and counting have loops of their own, which keeps both in registers.
+    ``seen`` (COUNTERS tables of 256) counts the cells of each class so far, ``last`` holds the
+    rank of the class's last changed cell (-1: none); both go on from call to call. Stops before
+    the outputs are full; returns the next word and ``filled``.
     """
     lanes, bits, cell, shift, mask = layout
-    shift1, shift2, shift3 = shift + bits, shift + bits + bits, shift + bits + bits + bits
+    one, two, three = np.uint64(256), np.uint64(512), np.uint64(768)
     half = np.int64(1) << np.int64(bits - np.uint64(1))
     room = kinds.size - 8
-    words = old.size
-    i = start
-    while i < words:
-        stop = min(i + 512, words)
-        same = i
-        while same < stop and old[same] == new[same]:
-            same += 1
-        part = old[i:same]
-        if lanes == np.uint64(4):
-            for j in range(part.size):
-                word = part[j]
-                seen[0, (word >> shift) & mask] += 1
-                seen[1, (word >> shift1) & mask] += 1
-                seen[2, (word >> shift2) & mask] += 1
-                seen[3, (word >> shift3) & mask] += 1
+    i, words = np.uint64(start), np.uint64(old.size)
+    quads = lanes == np.uint64(4) and bits == np.uint64(16)
+    while True:
+        if quads:
+            while i < words:
+                word = old[i]
+                if word != new[i]:
+                    break
+                word >>= shift
+                seen[word & mask] += 1
+                seen[one + ((word >> np.uint64(16)) & mask)] += 1
+                seen[two + ((word >> np.uint64(32)) & mask)] += 1
+                seen[three + ((word >> np.uint64(48)) & mask)] += 1
+                i += np.uint64(1)
         else:
-            for j in range(part.size):
-                word = part[j]
+            while i < words and old[i] == new[i]:
+                word = old[i]
                 for lane in range(lanes):
-                    seen[lane & 3, (word >> shift) & mask] += 1
+                    seen[((lane & np.uint64(3)) << np.uint64(8)) + ((word >> shift) & mask)] += 1
                     word >>= bits
-        i = same
-        if same == stop:
-            continue
-        if filled > room:
-            return i, filled
+                i += np.uint64(1)
+        if i >= words or filled > room:
+            return np.int64(i), filled
         word, other = old[i], new[i]
         for _ in range(lanes):
             kind = (word >> shift) & mask
             before, after = np.int64(word & cell), np.int64(other & cell)
             if before != after:
-                rank = seen[0, kind] + seen[1, kind] + seen[2, kind] + seen[3, kind]
+                rank = seen[kind] + seen[one + kind] + seen[two + kind] + seen[three + kind]
                 change = ((after - before + half) & (2 * half - 1)) - half
                 kinds[filled] = kind
                 gaps[filled] = rank - last[kind] - 1
                 steps[filled] = 2 * change if change >= 0 else -2 * change - 1
                 last[kind] = rank
                 filled += 1
-            seen[0, kind] += 1
+            seen[kind] += 1
             word >>= bits
             other >>= bits
-        i += 1
-    return words, filled
+        i += np.uint64(1)
 
 
 def by_class(kinds: Any, gaps: Any, steps: Any, cursors: Any, to_gaps: Any, to_steps: Any) -> None:
@@ -155,80 +156,206 @@ def scan_apply(
     go on from span to span. Returns ``filled``; stops early when the outputs are full.
     """
     lanes, bits, cell, shift, mask = layout
-    shift1, shift2, shift3 = shift + bits, shift + bits + bits, shift + bits + bits + bits
-    one, zero = np.uint64(1), np.uint64(0)
-    for i in range(old.size):
+    one, zero, top = np.uint64(1), np.uint64(0), np.uint64(63)
+    i, words = zero, np.uint64(old.size)
+    if lanes == np.uint64(4) and bits == np.uint64(16):
+        while True:
+            a, b, c, d = zero, zero, zero, zero
+            left_a, left_b, left_c, left_d = 0, 0, 0, 0
+            while i < words:
+                word = old[i] >> shift
+                a, b = word & mask, (word >> np.uint64(16)) & mask
+                c, d = (word >> np.uint64(32)) & mask, (word >> np.uint64(48)) & mask
+                left_a = left[a] - 1
+                left[a] = left_a
+                left_b = left[b] - 1
+                left[b] = left_b
+                left_c = left[c] - 1
+                left[c] = left_c
+                left_d = left[d] - 1
+                left[d] = left_d
+                if (left_a | left_b | left_c | left_d) < 0:
+                    break
+                i += one
+            if i >= words:
+                return filled
+            # The first cell below zero changes; later ones of its class then count from there.
+            while (left_a | left_b | left_c | left_d) < 0:
+                below = np.uint64(left_a) >> top
+                below |= (np.uint64(left_b) >> top) << one
+                below |= (np.uint64(left_c) >> top) << np.uint64(2)
+                below |= (np.uint64(left_d) >> top) << np.uint64(3)
+                first = below & (zero - below)
+                lane = (first >> one) - (first >> np.uint64(3))
+                word = old[i] >> (lane << np.uint64(4))
+                kind = (word >> shift) & mask
+                symbol = np.uint64(cursors[kind])
+                end = np.uint64(ends[kind])
+                if filled >= positions.size or symbol >= end:
+                    return filled
+                step = np.uint64(steps[symbol])
+                change = (step >> one) ^ (zero - (step & one))
+                positions[np.uint64(filled)] = (i << np.uint64(2)) + lane
+                values[np.uint64(filled)] = (word + change) & cell
+                filled += 1
+                symbol += one
+                cursors[kind] = symbol
+                ahead = 1 + (np.int64(gaps[symbol]) if symbol < end else np.int64(NEVER))
+                left[kind] += ahead
+                left_a += ahead * (a == kind)
+                left_b += ahead * (b == kind)
+                left_c += ahead * (c == kind)
+                left_d += ahead * (d == kind)
+            i += one
+    while i < words:
         word = old[i]
-        if lanes == np.uint64(4):
-            a, b = (word >> shift) & mask, (word >> shift1) & mask
-            c, d = (word >> shift2) & mask, (word >> shift3) & mask
-            left_a = left[a] - 1
-            left[a] = left_a
-            left_b = left[b] - 1
-            left[b] = left_b
-            left_c = left[c] - 1
-            left[c] = left_c
-            left_d = left[d] - 1
-            left[d] = left_d
-            if (left_a | left_b | left_c | left_d) >= 0:
-                continue
-            left[a] += 1
-            left[b] += 1
-            left[c] += 1
-            left[d] += 1
         for lane in range(lanes):
             kind = (word >> shift) & mask
             ahead = left[kind] - 1
             if ahead < 0:
-                symbol = cursors[kind]
-                if filled >= positions.size or symbol >= ends[kind]:
+                symbol = np.uint64(cursors[kind])
+                end = np.uint64(ends[kind])
+                if filled >= positions.size or symbol >= end:
                     return filled
                 step = np.uint64(steps[symbol])
                 change = (step >> one) ^ (zero - (step & one))
-                positions[filled] = i * np.int64(lanes) + np.int64(lane)
+                positions[filled] = i * lanes + lane
                 values[filled] = ((word & cell) + change) & cell
                 filled += 1
-                symbol += 1
+                symbol += one
                 cursors[kind] = symbol
-                ahead = np.int64(gaps[symbol]) if symbol < ends[kind] else np.int64(NEVER)
+                ahead = np.int64(gaps[symbol]) if symbol < end else np.int64(NEVER)
             left[kind] = ahead
             word >>= bits
+        i += one
     return filled
 
 
-def pack_bits(values: Any, widths: Any, out: Any) -> None:
-    """The lowest ``widths`` (0..32) bits of ``values``, back to back, lowest bit first; ``out``
-    has as many bytes as they fill."""
-    waiting = np.uint64(0)
-    bits = 0
-    at = 0
-    for i in range(values.size):
-        width = np.uint64(widths[i])
-        value = np.uint64(values[i]) & ((np.uint64(1) << width) - np.uint64(1))
-        waiting |= value << np.uint64(bits)
-        bits += int(width)
-        while bits >= 8:
-            if at < out.size:
-                out[at] = waiting & np.uint64(255)
-            at += 1
-            waiting >>= np.uint64(8)
-            bits -= 8
-    if bits > 0 and at < out.size:
-        out[at] = waiting & np.uint64(255)
+# Extra bits are read and written 32 at a time. The float64 of a number has its bit length, plus
+# 1022, as its exponent (0: much less).
 
 
-def unpack_bits(data: Any, widths: Any, values: Any) -> None:
-    """Inverse of ``pack_bits``; bits behind the end of ``data`` are zero."""
+def pack_gaps(gaps: Any, symbols: Any, extra: Any) -> int:
+    """Symbols and extra bits of gaps; ``extra`` are words for 28 bits a gap and SPARE_WORDS more.
+    Returns how many bits were written."""
     waiting = np.uint64(0)
-    bits = 0
-    at = 0
-    for i in range(values.size):
-        width = int(widths[i])
-        while bits < width:
-            if at < data.size:
-                waiting |= np.uint64(data[at]) << np.uint64(bits)
-            at += 1
-            bits += 8
-        values[i] = waiting & ((np.uint64(1) << np.uint64(width)) - np.uint64(1))
-        waiting >>= np.uint64(width)
-        bits -= width
+    at, bits = 0, 0
+    for i in range(gaps.size):
+        gap = np.int64(gaps[i])
+        shift = max((np.float64(gap).view(np.int64) >> 52) - 1026, 0)
+        symbols[i] = (gap >> shift) + 8 * shift
+        waiting |= np.uint64(gap & ((1 << shift) - 1)) << np.uint64(bits)
+        bits += shift
+        extra[at] = waiting & np.uint64(0xFFFFFFFF)
+        full = bits >> 5
+        at += full
+        waiting >>= np.uint64(full << 5)
+        bits &= 31
+    extra[at] = waiting & np.uint64(0xFFFFFFFF)
+    return 32 * at + bits
+
+
+def unpack_gaps(symbols: Any, extra: Any, limit: int, gaps: Any) -> int:
+    """Inverse of ``pack_gaps``: bits that were read, more than ``limit`` when there are too few;
+    -1 for a symbol that stands for no gap. ``extra`` has SPARE_WORDS behind ``limit`` bits."""
+    used = 0
+    for i in range(symbols.size):
+        symbol = np.int64(symbols[i])
+        shift = max(symbol >> 3, 1) - 1
+        if symbol >= 240:
+            return -1
+        if used + shift > limit:
+            return used + shift
+        at = used >> 5
+        pair = np.uint64(extra[at]) | (np.uint64(extra[at + 1]) << np.uint64(32))
+        low = np.int64(pair >> np.uint64(used & 31)) & ((1 << shift) - 1)
+        gaps[i] = ((symbol - 8 * shift) << shift) | low
+        used += shift
+    return used
+
+
+def pack_steps(steps: Any, counts: Any, item_bits: int, symbols: Any, extra: Any) -> int:
+    """Symbols, two a byte by class, and extra bits of steps; ``extra`` are words for 31 bits a
+    step and SPARE_WORDS more. Returns how many bits were written."""
+    waiting = np.uint64(0)
+    at, bits, i, byte = 0, 0, 0, 0
+    for kind in range(counts.size):
+        upper = False
+        for _ in range(counts[kind]):
+            step = np.int64(steps[i])
+            i += 1
+            negative = step & 1
+            reach = (step >> 1) - 1 + negative
+            bucket = min(max((np.float64(reach).view(np.int64) >> 52) - 1022, 0), 7)
+            width = item_bits - 1 if bucket == 7 else max(bucket, 1) - 1
+            if upper:
+                symbols[byte] |= np.uint8((2 * bucket + negative) << 4)
+                byte += 1
+            else:
+                symbols[byte] = 2 * bucket + negative
+            upper = not upper
+            waiting |= np.uint64(reach & ((1 << width) - 1)) << np.uint64(bits)
+            bits += width
+            extra[at] = waiting & np.uint64(0xFFFFFFFF)
+            full = bits >> 5
+            at += full
+            waiting >>= np.uint64(full << 5)
+            bits &= 31
+        if upper:
+            byte += 1
+    extra[at] = waiting & np.uint64(0xFFFFFFFF)
+    return 32 * at + bits
+
+
+def unpack_steps(
+    symbols: Any, extra: Any, limit: int, counts: Any, item_bits: int, steps: Any
+) -> int:
+    """Inverse of ``pack_steps``: bits that were read, more than ``limit`` when there are too few;
+    -1 for a step that is too large. ``extra`` has SPARE_WORDS behind ``limit`` bits."""
+    used, i, byte = 0, 0, 0
+    for kind in range(counts.size):
+        upper = False
+        for _ in range(counts[kind]):
+            symbol = np.int64(symbols[byte])
+            if upper:
+                symbol >>= 4
+                byte += 1
+            upper = not upper
+            negative, bucket = symbol & 1, (symbol >> 1) & 7
+            width = item_bits - 1 if bucket == 7 else max(bucket, 1) - 1
+            if used + width > limit:
+                return used + width
+            at = used >> 5
+            pair = np.uint64(extra[at]) | (np.uint64(extra[at + 1]) << np.uint64(32))
+            reach = np.int64(pair >> np.uint64(used & 31)) & ((1 << width) - 1)
+            used += width
+            if bucket > 0 and bucket < 7:
+                reach |= 1 << width
+            step = 2 * reach + 2 - negative
+            if step >> item_bits:
+                return -1
+            steps[i] = step
+            i += 1
+        if upper:
+            byte += 1
+    return used
+
+
+def warm() -> None:
+    """Compile what cells of 2 bytes need, or load it from the cache: seconds, once a process.
+    Nothing without numba. For services that know early that their model is large."""
+    if not available():
+        return
+    # Those modules build on this one.
+    from transport.weights.cell_sums import difference, list_sum
+    from transport.weights.segments import CodecSettings, decode_segment, encode_segment
+
+    old = np.arange(64, dtype=np.uint16)
+    new = old ^ np.uint16(1)
+    for settings in (CodecSettings(coder="small"), CodecSettings(coder="fast")):
+        changed = np.where(old == 7, new, old)
+        coded = encode_segment("BF16", [old], [changed], settings, compiled=True)
+        body = memoryview(coded.body)
+        decode_segment(coded.coder, "BF16", body, [old], coded.changed, compiled=True)
+    list_sum(0, np.arange(64, dtype=np.int32), new, compiled=True)
+    difference(0, 0, old, new, compiled=True)

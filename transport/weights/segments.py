@@ -21,7 +21,6 @@ from transport.weights.patch import CellList, CellRun, TensorChange
 from transport.weights.range_coder import decode_range, encode_range
 from transport.weights.static_streams import (
     Packed,
-    extra_bytes,
     pack_gaps,
     pack_steps,
     unpack_gaps,
@@ -39,6 +38,10 @@ CLASS_SHARE = 0.7
 """Above this share of changed cells, classes are not tried: the steps of all cells are smaller."""
 DENSE_SHARE = 0.35
 """Below it, the steps of all cells are not tried."""
+
+_BLOCK_CELLS = 1 << 14
+_SAMPLED_CELLS = 1 << 22
+_SAMPLE_STRIDE = 64
 
 # Seconds of the slower side (decoding), measured on one core of an AMD EPYC with 1 % of 2-byte
 # cells changed; they need only be right enough to tell a slow coder from a slow link.
@@ -100,41 +103,55 @@ def encode_segment(
         for old, new in zip(olds, news, strict=True)
     ):
         raise ModelError("old and new cells of a segment differ in type or size")
-    changed = sum(_count(old, new) for old, new in zip(olds, news, strict=True))
-    if not changed:
+    share = _share(olds, news, cells)
+    if not share:
         return EncodedSegment("same", 0, b"")
+    item_bytes = olds[0].dtype.itemsize
     if compiled is None:
         compiled = settings.coder != "portable" and kernels.worthwhile(cells)
-    share, wide = changed / cells, olds[0].dtype.itemsize == 8
-    if settings.coder == "absolute" or (settings.coder == "auto" and _prefers_list(
-        settings, cells, changed, olds[0].dtype.itemsize
-    )):  # fmt: skip
-        found = [_absolute(olds, news)]
-    else:
-        found = []
-        if not wide and share <= CLASS_SHARE:
-            found.append(_classes(dtype, olds, news, settings, changed, compiled))
-        if wide:
-            found.append(_absolute(olds, news))
-        if share >= DENSE_SHARE:
-            found.append(("dense.zstd", coders.encode_dense(olds, news)))
-    coder, body = min(found, key=lambda pair: len(pair[1]))
-    if len(body) >= 0.6 * cells * olds[0].dtype.itemsize:
+    absolute = settings.coder == "absolute" or (
+        settings.coder == "auto" and _prefers_list(settings, cells, share * cells, item_bytes)
+    )
+    found: list[EncodedSegment] = []
+    if absolute or item_bytes == 8:
+        found.append(_absolute(olds, news))
+    elif share <= CLASS_SHARE:
+        found.append(_classes(dtype, olds, news, settings, compiled))
+    changed = found[0].changed if found else _count(olds, news)
+    if not absolute and changed >= DENSE_SHARE * cells:
+        found.append(EncodedSegment("dense.zstd", changed, coders.encode_dense(olds, news)))
+    if min(len(coded.body) for coded in found) >= 0.6 * cells * item_bytes:
         new = np.concatenate(news)
-        others = [("split.zstd", coders.encode_split(new)), ("raw", coders.encode_raw(new))]
-        coder, body = min((coder, body), *others, key=lambda pair: len(pair[1]))
-    return EncodedSegment(coder, changed, body)
+        found.append(EncodedSegment("split.zstd", changed, coders.encode_split(new)))
+        found.append(EncodedSegment("raw", changed, coders.encode_raw(new)))
+    return min(found, key=lambda coded: len(coded.body))
 
 
-def _count(old: Cells, new: Cells) -> int:
-    block = 1 << 16
+def _count(olds: Sequence[Cells], news: Sequence[Cells], stride: int = 1) -> int:
+    """Changed cells of every ``stride``-th block of each span."""
     return sum(
-        int(np.count_nonzero(old[at : at + block] != new[at : at + block]))
-        for at in range(0, old.size, block)
+        int(np.count_nonzero(old[at : at + _BLOCK_CELLS] != new[at : at + _BLOCK_CELLS]))
+        for old, new in zip(olds, news, strict=True)
+        for at in range(0, old.size, stride * _BLOCK_CELLS)
     )
 
 
-def _prefers_list(settings: CodecSettings, cells: int, changed: int, item_bytes: int) -> bool:
+def _share(olds: Sequence[Cells], news: Sequence[Cells], cells: int) -> float:
+    """Share of changed cells: of a sample where that will do, as counting all of a large segment
+    takes as long as coding it. Exact if 0, or if it says that most cells changed."""
+    if cells >= _SAMPLED_CELLS:
+        sampled = sum(
+            min(_BLOCK_CELLS, old.size - at)
+            for old in olds
+            for at in range(0, old.size, _SAMPLE_STRIDE * _BLOCK_CELLS)
+        )
+        share = _count(olds, news, _SAMPLE_STRIDE) / sampled
+        if 0 < share <= CLASS_SHARE:
+            return share
+    return _count(olds, news) / max(cells, 1)
+
+
+def _prefers_list(settings: CodecSettings, cells: int, changed: float, item_bytes: int) -> bool:
     """Whether the link is so fast that ranking cells by class costs more than it saves."""
     listed = cells * _LIST_CELL_S + changed * (
         _LIST_CHANGE_S + (_LIST_BYTES + item_bytes) / settings.link_bytes_s
@@ -145,14 +162,16 @@ def _prefers_list(settings: CodecSettings, cells: int, changed: int, item_bytes:
     return listed < classed
 
 
-def _absolute(olds: Sequence[Cells], news: Sequence[Cells]) -> tuple[str, bytes]:
+def _absolute(olds: Sequence[Cells], news: Sequence[Cells]) -> EncodedSegment:
     positions, values, start = [], [], 0
     for old, new in zip(olds, news, strict=True):
         (here,) = np.nonzero(old != new)
         positions.append((here + start).astype(np.uint32))
         values.append(new[here])
         start += old.size
-    return "list.zstd", coders.encode_list(np.concatenate(positions), np.concatenate(values))
+    changed = sum(here.size for here in positions)
+    body = coders.encode_list(np.concatenate(positions), np.concatenate(values))
+    return EncodedSegment("list.zstd", changed, body)
 
 
 def _classes(
@@ -160,11 +179,11 @@ def _classes(
     olds: Sequence[Cells],
     news: Sequence[Cells],
     settings: CodecSettings,
-    changed: int,
     compiled: bool,
-) -> tuple[str, bytes]:
+) -> EncodedSegment:
     item_bits = 8 * olds[0].dtype.itemsize
     symbols = symbols_of(olds, news, class_layout(dtype), compiled)
+    changed = symbols.gaps.size
     body = coders.static_body(
         symbols.counts,
         pack_gaps(symbols.gaps, compiled),
@@ -178,8 +197,8 @@ def _classes(
         limit = max(0, len(body) - len(table))
         coded = encode_range(symbols.counts, symbols.gaps, symbols.steps, limit, compiled)
         if coded is not None:
-            return "class.range", table + coded
-    return "class.zstd", body
+            return EncodedSegment("class.range", changed, table + coded)
+    return EncodedSegment("class.zstd", changed, body)
 
 
 def decode_segment(
@@ -239,12 +258,9 @@ def _read_classes(
         counts, rest = coders.read_table(body, layout, changed)
         return ClassSymbols(counts, *decode_range(rest, counts, item_bits, compiled))
     counts, gaps, steps, extra = coders.read_static(body, layout, changed)
-    split = extra_bytes(gaps)
-    return ClassSymbols(
-        counts,
-        unpack_gaps(Packed(gaps, extra[:split]), compiled),
-        unpack_steps(Packed(steps, extra[split:]), counts, item_bits, compiled),
-    )
+    ranks, taken = unpack_gaps(Packed(gaps, extra), compiled)
+    moves = unpack_steps(Packed(steps, extra[taken:]), counts, item_bits, compiled)
+    return ClassSymbols(counts, ranks, moves)
 
 
 def _read_list(body: memoryview, olds: Sequence[Cells], changed: int) -> list[TensorChange | None]:

@@ -46,27 +46,19 @@ def _bit_lengths(values: Words) -> Bytes8:
     return np.frexp(values.astype(np.float64))[1].astype(np.uint8)
 
 
-def _pack_bits(values: Words, widths: Bytes8, compiled: bool) -> Bytes8:
-    bits_total = int(widths.sum(dtype=np.int64))
-    if compiled:
-        packed = np.zeros((bits_total + 7) >> 3, np.uint8)
-        kernels.compiled(kernels.pack_bits)(values, widths, packed)
-        return packed
+def _pack_bits(values: Words, widths: Bytes8) -> Bytes8:
     starts = np.cumsum(widths, dtype=np.int64) - widths
-    bits = np.zeros(bits_total, np.uint8)
+    bits = np.zeros(int(widths.sum(dtype=np.int64)), np.uint8)
     for bit in range(int(widths.max(initial=0))):
         (wide,) = np.nonzero(widths > bit)
         bits[starts[wide] + bit] = (values[wide] >> np.uint32(bit)) & np.uint32(1)
     return np.packbits(bits, bitorder="little")
 
 
-def _unpack_bits(data: Bytes8, widths: Bytes8, compiled: bool) -> Words:
+def _unpack_bits(data: Bytes8, widths: Bytes8) -> Words:
+    """The lowest ``widths`` bits of each value; ``data`` has at least as many bits."""
     total = int(widths.sum(dtype=np.int64))
-    check_extra(data, total)
     values = np.zeros(widths.size, np.uint32)
-    if compiled:
-        kernels.compiled(kernels.unpack_bits)(np.require(data, requirements="A"), widths, values)
-        return values
     starts = np.cumsum(widths, dtype=np.int64) - widths
     bits = np.unpackbits(data, count=total, bitorder="little")
     for bit in range(int(widths.max(initial=0))):
@@ -75,35 +67,65 @@ def _unpack_bits(data: Bytes8, widths: Bytes8, compiled: bool) -> Words:
     return values
 
 
-def check_extra(data: Bytes8, bits: int) -> None:
-    """Refuse extra bits that are not as many as their symbols ask for."""
-    if data.size != (bits + 7) >> 3:
+def _room(numbers: int) -> Words:
+    """Words that the kernels write extra bits to; what stays unused costs no memory."""
+    return np.empty(numbers + kernels.SPARE_WORDS, np.uint32)
+
+
+def _written(words: Words, bits: int) -> Bytes8:
+    """The bytes that extra bits fill, without the room behind them."""
+    return words.view(np.uint8)[: (bits + 7) >> 3].copy()
+
+
+def _padded(data: Bytes8) -> Words:
+    """Extra bits as the kernels read them: whole words, and some behind them."""
+    words = np.zeros((data.size >> 2) + 1 + kernels.SPARE_WORDS, np.uint32)
+    words.view(np.uint8)[: data.size] = data
+    return words
+
+
+def _bytes_of(bits: int, data: Bytes8) -> int:
+    """Bytes that extra bits fill, of those in ``data``."""
+    if bits > 8 * data.size:
+        raise IntegrityError(f"{data.size} bytes of extra bits, symbols ask for {bits} bits")
+    return (bits + 7) >> 3
+
+
+def _check_all(bits: int, data: Bytes8) -> None:
+    if data.size != _bytes_of(bits, data):
         raise IntegrityError(f"{data.size} bytes of extra bits, symbols ask for {bits} bits")
 
 
-def extra_bytes(gap_symbols: Bytes8) -> int:
-    """How many bytes the extra bits of gaps fill."""
-    widths = np.maximum(gap_symbols >> np.uint8(3), 1) - np.uint8(1)
-    return (int(widths.sum(dtype=np.int64)) + 7) >> 3
-
-
 def pack_gaps(gaps: Words, compiled: bool = False) -> Packed:
+    if compiled:
+        symbols, extra = np.empty(gaps.size, np.uint8), _room(gaps.size)
+        bits = kernels.compiled(kernels.pack_gaps)(gaps, symbols, extra)
+        return Packed(symbols, _written(extra, bits))
     shifts = np.maximum(_bit_lengths(gaps), 4) - np.uint8(4)
     symbols = (gaps >> shifts).astype(np.uint8) + np.uint8(8) * shifts
-    return Packed(symbols, _pack_bits(gaps, shifts, compiled))
+    return Packed(symbols, _pack_bits(gaps, shifts))
 
 
-def unpack_gaps(packed: Packed, compiled: bool = False) -> Words:
-    """Raises:
-    IntegrityError: a symbol that stands for no 32-bit gap, or another number of extra bits.
+def unpack_gaps(packed: Packed, compiled: bool = False) -> tuple[Words, int]:
+    """Gaps, and how many bytes of ``packed.extra`` they took: others may follow.
+
+    Raises:
+        IntegrityError: a symbol that stands for no 32-bit gap, or too few extra bits.
     """
-    symbols = packed.symbols
+    symbols, extra = packed
+    if compiled:
+        gaps = np.empty(symbols.size, np.uint32)
+        unpack = kernels.compiled(kernels.unpack_gaps)
+        bits = unpack(symbols, _padded(extra), 8 * extra.size, gaps)
+        if bits < 0:
+            raise IntegrityError(f"gap symbol above {GAP_SYMBOLS - 1}")
+        return gaps, _bytes_of(bits, extra)
     if symbols.size and symbols.max() >= GAP_SYMBOLS:
-        raise IntegrityError(f"gap symbol {symbols.max()}, the highest is {GAP_SYMBOLS - 1}")
+        raise IntegrityError(f"gap symbol above {GAP_SYMBOLS - 1}")
     shifts = np.maximum(symbols >> np.uint8(3), 1) - np.uint8(1)
+    taken = _bytes_of(int(shifts.sum(dtype=np.int64)), extra)
     tops = (symbols - np.uint8(8) * shifts).astype(np.uint32)
-    gaps: Words = (tops << shifts) | _unpack_bits(packed.extra, shifts, compiled)
-    return gaps
+    return (tops << shifts) | _unpack_bits(extra, shifts), taken
 
 
 def _step_widths(buckets: Bytes8, item_bits: int) -> Bytes8:
@@ -122,31 +144,46 @@ def _pair_places(counts: Counts) -> Counts:
 
 def pack_steps(steps: Words, counts: Counts, item_bits: int, compiled: bool = False) -> Packed:
     """``counts`` are the symbols per class; none of the steps is zero."""
+    if compiled:
+        symbols, extra = np.empty(int(pair_bytes(counts).sum()), np.uint8), _room(steps.size)
+        pack = kernels.compiled(kernels.pack_steps)
+        return Packed(symbols, _written(extra, pack(steps, counts, item_bits, symbols, extra)))
     negative = (steps & np.uint32(1)).astype(np.uint8)
     reach = (steps >> np.uint32(1)) - (np.uint32(1) - (steps & np.uint32(1)))
     buckets = np.minimum(_bit_lengths(reach), np.uint8(LAST_BUCKET))
     halves = np.zeros(2 * int(pair_bytes(counts).sum()), np.uint8)
     halves[_pair_places(counts)] = 2 * buckets + negative
     symbols = halves[0::2] | (halves[1::2] << np.uint8(4))
-    return Packed(symbols, _pack_bits(reach, _step_widths(buckets, item_bits), compiled))
+    return Packed(symbols, _pack_bits(reach, _step_widths(buckets, item_bits)))
 
 
 def unpack_steps(packed: Packed, counts: Counts, item_bits: int, compiled: bool = False) -> Words:
     """``packed.symbols`` are as long as ``pair_bytes(counts)`` says.
 
     Raises:
-        IntegrityError: another number of extra bits.
+        IntegrityError: another number of extra bits, or a step of more than ``item_bits``.
     """
+    extra = packed.extra
+    if compiled:
+        steps = np.empty(int(counts.sum()), np.uint32)
+        unpack = kernels.compiled(kernels.unpack_steps)
+        bits = unpack(packed.symbols, _padded(extra), 8 * extra.size, counts, item_bits, steps)
+        if bits < 0:
+            raise IntegrityError(f"a step of more than {item_bits} bits")
+        _check_all(bits, extra)
+        return steps
     halves = np.empty(2 * packed.symbols.size, np.uint8)
     halves[0::2] = packed.symbols & np.uint8(15)
     halves[1::2] = packed.symbols >> np.uint8(4)
     symbols = halves[_pair_places(counts)]
     buckets = symbols >> np.uint8(1)
     widths = _step_widths(buckets, item_bits)
-    reach = _unpack_bits(packed.extra, widths, compiled)
+    _check_all(int(widths.sum(dtype=np.int64)), extra)
+    reach = _unpack_bits(extra, widths)
     tops = (buckets > 1) & (buckets < LAST_BUCKET)
     reach[tops] |= np.uint32(1) << widths[tops]
     reach[buckets == 1] = 1
     negative = (symbols & np.uint8(1)).astype(np.uint32)
-    steps: Words = (reach << np.uint32(1)) + np.uint32(2) - negative
-    return steps
+    if ((reach >= np.uint32((1 << (item_bits - 1)) - 1)) & (negative == 0)).any():
+        raise IntegrityError(f"a step of more than {item_bits} bits")
+    return (reach << np.uint32(1)) + np.uint32(2) - negative

@@ -121,7 +121,7 @@ def _as_words(cells: Cells) -> Words64:
 def _scan(olds: Sequence[Cells], news: Sequence[Cells], layout: ClassLayout) -> ClassSymbols:
     scan, sort = (kernels.compiled(kernel) for kernel in (kernels.scan_changes, kernels.by_class))
     lanes = kernels.lanes_of(olds[0].dtype.itemsize, layout)
-    seen = np.zeros((kernels.COUNTERS, 256), np.int32)
+    seen = np.zeros(kernels.COUNTERS * 256, np.int32)
     last = np.full(256, -1, np.int64)
     room = _FIRST_ROOM
     kinds, gaps, steps = (np.empty(room, kind) for kind in (np.uint8, np.uint32, np.uint32))
