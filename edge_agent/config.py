@@ -30,9 +30,9 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     policy's name or id to a folder that spares the download when its digest matches;
     ``decode_threads`` decode arriving weights (0: one a processor, at most four); every
     ``verify_every_swaps`` swaps, and at every version whose full digest is signed, the copy of a
-    policy is read again as a whole, after the first two and every ``read_back_every_swaps``-th some cells of the engine are compared with it (0: never);
-    ``workflows`` are extra ``module:function`` references that this agent offers beside the
-    shipped ones."""
+    policy is read again as a whole, after the first two and every ``read_back_every_swaps``-th
+    some cells of the engine are compared with it (0: never); ``workflows`` are extra
+    ``module:function`` references that this agent offers beside the shipped ones."""
 
     folder: str = "agent"
     key: str = ""

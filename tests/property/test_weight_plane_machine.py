@@ -49,15 +49,18 @@ TRUSTED = {KEY.key_id: KEY.public}
 POLICY = "r/p"
 CELLS = {"a": ("BF16", 1500), "b": ("BF16", 400), "n": ("F32", 30)}
 AGENTS = ("one", "two", "three")
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
+"""Thousands of synced writes: not on a disk."""
 FAULTS = st.sampled_from(["none", "none", "corrupt", "reorder", "duplicate", "lie", "cut", "gone"])
 
 
 def first_weights(rng):
     patterns = {"BF16": (0x3B00, 0x3D00, "<u2"), "F32": (0x3E000000, 0x3F000000, "<u4")}
-    return {
-        name: TensorBytes(dtype, (n,), rng.integers(*patterns[dtype][:2], n, patterns[dtype][2]).tobytes())
-        for name, (dtype, n) in CELLS.items()
-    }  # fmt: skip
+    tensors = {}
+    for name, (dtype, n) in CELLS.items():
+        low, high, kind = patterns[dtype]
+        tensors[name] = TensorBytes(dtype, (n,), rng.integers(low, high, n, kind).tobytes())
+    return tensors
 
 
 def stepped(tensors, rng):
@@ -112,7 +115,7 @@ class WeightPlane(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1 << 16))
     def start(self, seed):
-        self.root = Path(tempfile.mkdtemp(prefix="plane-"))
+        self.root = Path(tempfile.mkdtemp(prefix="plane-", dir=MEMORY))
         self.rng, self.random = np.random.default_rng(seed), random.Random(seed)
         self.published = {0: first_weights(self.rng)}
         write_model_folder(self.root / "model", self.published[0], {"config.json": b"{}"})
@@ -121,7 +124,7 @@ class WeightPlane(RuleBasedStateMachine):
         self.head, self.step = 0, 0
         self.store = self.opened_store()
         self.publisher = self.new_publisher(0)
-        self.build(BuildVersion(version=0, parent=None, step=0, whole=True, again=False))
+        self.build(BuildVersion(version=0, parent=None, step=0, whole=True))
         self.agents = {name: Agent(self.root / name) for name in AGENTS}
         self.relay_lies = 0
 
@@ -163,9 +166,7 @@ class WeightPlane(RuleBasedStateMachine):
             self.step += 1
             new = stepped(self.published[self.head], self.rng)
             self.publisher.capture(self.step, new)
-            self.build(
-                BuildVersion(version=version, parent=self.head, step=self.step, whole=False, again=False)
-            )  # fmt: skip
+            self.build(BuildVersion(version=version, parent=self.head, step=self.step))
             self.published[version] = new
             self.head = version
 
@@ -198,9 +199,7 @@ class WeightPlane(RuleBasedStateMachine):
         version, step = self.outbox.highest + 1, self.step + 1
         self.publisher.capture(step, tensors)
         with pytest.raises(IntegrityError, match="'a'"):
-            self.publisher.build(
-                BuildVersion(version=version, parent=self.head, step=step, whole=False, again=False)
-            )
+            self.publisher.build(BuildVersion(version=version, parent=self.head, step=step))
 
     @rule()
     def store_dies(self):
@@ -256,10 +255,11 @@ class WeightPlane(RuleBasedStateMachine):
         while not fetcher.done:
             rounds += 1
             assert rounds < 500
-            answers = []
-            for source, request in fetcher.next_requests(now):
-                for index in request.indices:
-                    answers.append((source, request.digest, index, request.part_bytes))
+            answers = [
+                (source, request.digest, index, request.part_bytes)
+                for source, request in fetcher.next_requests(now)
+                for index in request.indices
+            ]
             if fetcher.failed is not None:
                 raise StoreError(f"fetch failed: {fetcher.failed}")
             if fault == "reorder":

@@ -147,16 +147,18 @@ def by_class(kinds: Any, gaps: Any, steps: Any, cursors: Any, to_gaps: Any, to_s
 
 def scan_apply(
     old: Any, layout: Any, left: Any, cursors: Any, ends: Any,
-    gaps: Any, steps: Any, positions: Any, values: Any, filled: int,
+    moves: Any, positions: Any, values: Any, filled: int,
 ) -> int:  # fmt: skip
     """Positions (in the cells of words) and new values of changed cells, from ``filled`` on.
 
     ``left`` counts down the cells of each class before its next change (``NEVER`` when all are
-    done), ``cursors`` is that change in the streams, ``ends`` where the class's changes end; all
-    go on from span to span. Returns ``filled``; stops early when the outputs are full.
+    done), ``cursors`` is that change among the ``moves`` (gap in the lower half, step in the
+    upper), ``ends`` where the class's moves end; all go on from span to span. Returns ``filled``;
+    stops early when the outputs are full.
     """
     lanes, bits, cell, shift, mask = layout
     one, zero, top = np.uint64(1), np.uint64(0), np.uint64(63)
+    upper = np.uint64(32)
     i, words = zero, np.uint64(old.size)
     if lanes == np.uint64(4) and bits == np.uint64(16):
         while True:
@@ -193,14 +195,16 @@ def scan_apply(
                 end = np.uint64(ends[kind])
                 if filled >= positions.size or symbol >= end:
                     return filled
-                step = np.uint64(steps[symbol])
+                step = moves[symbol] >> upper
                 change = (step >> one) ^ (zero - (step & one))
                 positions[np.uint64(filled)] = (i << np.uint64(2)) + lane
                 values[np.uint64(filled)] = (word + change) & cell
                 filled += 1
                 symbol += one
                 cursors[kind] = symbol
-                ahead = 1 + (np.int64(gaps[symbol]) if symbol < end else np.int64(NEVER))
+                ahead = np.int64(NEVER)
+                if symbol < end:
+                    ahead = np.int64(moves[symbol] & np.uint64(0xFFFFFFFF)) + 1
                 left[kind] += ahead
                 left_a += ahead * (a == kind)
                 left_b += ahead * (b == kind)
@@ -217,14 +221,16 @@ def scan_apply(
                 end = np.uint64(ends[kind])
                 if filled >= positions.size or symbol >= end:
                     return filled
-                step = np.uint64(steps[symbol])
+                step = moves[symbol] >> upper
                 change = (step >> one) ^ (zero - (step & one))
                 positions[filled] = i * lanes + lane
                 values[filled] = ((word & cell) + change) & cell
                 filled += 1
                 symbol += one
                 cursors[kind] = symbol
-                ahead = np.int64(gaps[symbol]) if symbol < end else np.int64(NEVER)
+                ahead = np.int64(NEVER)
+                if symbol < end:
+                    ahead = np.int64(moves[symbol] & np.uint64(0xFFFFFFFF))
             left[kind] = ahead
             word >>= bits
         i += one

@@ -200,6 +200,9 @@ def _count_down(
     busy = cursors[: layout.classes] < ends[: layout.classes]
     left.fill(kernels.NEVER)
     left[: layout.classes][busy] = symbols.gaps[cursors[: layout.classes][busy]]
+    pairs = np.empty((symbols.gaps.size, 2), np.uint32)  # side by side: they are read together
+    pairs[:, 0], pairs[:, 1] = symbols.gaps, symbols.steps
+    moves = pairs.view(np.uint64).ravel()
     positions = np.empty(symbols.gaps.size, np.int32)
     values = np.empty(symbols.gaps.size, np.uint32)
     changes: list[CellList | None] = []
@@ -208,10 +211,7 @@ def _count_down(
         first = filled
         for start, shape, (words,) in _words(lanes, span):
             begin = filled
-            filled = apply(
-                words, shape, left, cursors, ends, symbols.gaps, symbols.steps,
-                positions, values, filled,
-            )  # fmt: skip
+            filled = apply(words, shape, left, cursors, ends, moves, positions, values, filled)
             positions[begin:filled] += start
         changes.append(
             CellList(positions[first:filled], values[first:filled].astype(span.dtype))
