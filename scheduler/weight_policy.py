@@ -113,6 +113,7 @@ class PolicyVersions:
         self.unpaying: set[tuple[int, int]] = set()  # composites not worth their bytes
         self.head: WeightArena | None = None
         self.rescanned = 0  # version at which all of ``head`` was read last
+        self.scrubbed = ("", 0)  # file and chunk up to which files were read again
         self.problems: list[str] = []
         self._there: set[str] = set()
         self._bases: dict[int, list[int]] = {}

@@ -287,6 +287,30 @@ class WeightVersions:
         )
         return retain(p, kept, anchors_apart=self._keep_versions, also=uploading)
 
+    def scrub(self, policy: str, budget_bytes: int) -> None:
+        """Read the next ``budget_bytes`` of the policy's files, round and round: a file that rots
+        is to be noticed while its weights are in memory, not when somebody needs it.
+
+        Raises:
+            StoreError: the policy is unknown.
+        """
+        p = self._known(policy)
+        digest, start = p.scrubbed
+        names = sorted(name for name, entry in p.files.items() if p.intact((entry,)))
+        names = [name for name in names if name >= digest] + [n for n in names if n < digest]
+        for name in names:
+            entry = p.files[name]
+            try:
+                for index in range(start if name == digest else 0, len(entry.chunk_digests)):
+                    if budget_bytes <= 0:
+                        p.scrubbed = (name, index)
+                        return
+                    p.blobs.read_chunk(entry, index)
+                    budget_bytes -= entry.chunk_size_bytes(index)
+            except (IntegrityError, StoreError) as error:
+                self._damaged(p, (entry,), error)
+        p.scrubbed = ("", 0)
+
     def _rescan(self, p: PolicyVersions) -> None:
         """Read all of the head's weights now and then: memory fails too."""
         head = p.head

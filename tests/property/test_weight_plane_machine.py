@@ -126,7 +126,7 @@ class WeightPlane(RuleBasedStateMachine):
         self.publisher = self.new_publisher(0)
         self.build(BuildVersion(version=0, parent=None, step=0, whole=True))
         self.agents = {name: Agent(self.root / name) for name in AGENTS}
-        self.relay_lies = 0
+        self.rotten = False
 
     # ---- trainer and store --------------------------------------------------------------------
 
@@ -203,6 +203,10 @@ class WeightPlane(RuleBasedStateMachine):
 
     @rule()
     def store_dies(self):
+        """Not between a rotten file and the next look at it: then both the only way to the newest
+        weights and the memory that holds them may be gone, which nothing on this side can heal."""
+        if self.rotten:
+            self.upkeep()
         self.store = self.opened_store()
 
     @rule()
@@ -213,12 +217,17 @@ class WeightPlane(RuleBasedStateMachine):
             if POLICY in a.copies.held()
         ]
         asked = [Asked(version, self.head) for version in held]
+        self.store.scrub(POLICY, 1 << 30)
         for _ in range(20):
             job = self.store.next_job(POLICY, asked)
             if job is None:
                 break
-            self.store.adopt(perform(job, threading.Event()))
+            try:
+                self.store.adopt(perform(job, threading.Event()))
+            except (IntegrityError, StoreError) as error:
+                self.store.job_failed(POLICY, job, error)
         self.store.maintain(POLICY, acked=held)
+        self.rotten = False
 
     @rule(data=st.data())
     def a_file_of_the_store_rots(self, data):
@@ -234,6 +243,7 @@ class WeightPlane(RuleBasedStateMachine):
             replacement = folder / "rot.tmp"
             replacement.write_bytes(damaged)
             replacement.rename(file)
+            self.rotten = True
 
     # ---- agents -------------------------------------------------------------------------------
 
@@ -277,7 +287,6 @@ class WeightPlane(RuleBasedStateMachine):
                 if source == "relay" or (fault == "corrupt" and not damaged):
                     data = bytes([data[0] ^ 1]) + data[1:]
                     damaged = True
-                    self.relay_lies += source == "relay"
                 accepted = fetcher.chunk_arrived(source, digest, index, part_bytes, data, now)
                 if accepted is None:
                     continue

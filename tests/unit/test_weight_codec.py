@@ -10,7 +10,15 @@ from transport.errors import IntegrityError, ModelError
 from transport.weights import coders, kernels
 from transport.weights.layout import SegmentPlan, Span, class_layout, plan_segments
 from transport.weights.patch import write_change
+from transport.weights.range_coder import decode_symbols, encode_symbols
 from transport.weights.segments import CODERS, CodecSettings, decode_segment, encode_segment
+from transport.weights.static_streams import (
+    Packed,
+    pack_gaps,
+    pack_steps,
+    unpack_gaps,
+    unpack_steps,
+)
 from transport.weights.symbols import add_steps, steps_of
 
 ITEMS = {"BF16": 2, "F16": 2, "F32": 4, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4, "F64": 8}
@@ -172,6 +180,70 @@ def test_segments_that_do_not_fit_are_refused():
             decode_segment(coder, "BF16", memoryview(b""), [cells], 1)
     with pytest.raises(IntegrityError, match="4 changes"):
         decode_segment("raw", "BF16", memoryview(bytes(6)), [cells], 4)
+
+
+def test_what_a_sample_misses_is_coded_nonetheless():
+    """Large segments are sampled (every 64th block) to choose a coder."""
+    old = np.zeros(1 << 22, "<u2")
+    few, most, sampled = old.copy(), old.copy(), old.copy()
+    few[1_000_000] = 5
+    most[1 << 14 :] = 5
+    sampled[: 1 << 14] = 5
+    for new, changed in [(old, 0), (few, 1), (most, old.size - (1 << 14)), (sampled, 1 << 14)]:
+        for name in ("fast", "absolute") if new is not most else ("absolute",):
+            coded = encode_segment("I16", [old], [new], SETTINGS[name])
+            assert coded.changed == changed
+            assert len(coded.body) < 0.1 * old.nbytes or new is most
+            assert same(decoded(coded, "I16", [old]), [new])
+
+
+@pytest.mark.parametrize("compiled", PATHS)
+@pytest.mark.parametrize("item_bits", [8, 16, 32])
+def test_gaps_and_steps_of_any_size_are_packed_exactly(item_bits, compiled):
+    rng = np.random.default_rng(6)
+    sizes = rng.integers(0, 33, 5000)
+    gaps = rng.integers(0, 1 << sizes).astype("<u4")
+    gaps[:5] = (0, 15, 16, (1 << 32) - 1, 1 << 31)
+    steps = rng.integers(1, 1 << rng.integers(1, item_bits + 1, 5000)).astype("<u4")
+    steps[:3] = (1, 2, (1 << item_bits) - 1)
+    counts = np.array([0, 1, 2, 1994, 0, 3003])
+    packed = pack_gaps(gaps, compiled)
+    packed_steps = pack_steps(steps, counts, item_bits, compiled)
+    assert same(packed, pack_gaps(gaps))
+    assert same(packed_steps, pack_steps(steps, counts, item_bits))
+    both = Packed(packed.symbols, np.concatenate((packed.extra, packed_steps.extra)))
+    again, taken = unpack_gaps(both, compiled)
+    assert np.array_equal(again, gaps)
+    assert taken == packed.extra.size
+    assert np.array_equal(unpack_steps(packed_steps, counts, item_bits, compiled), steps)
+    with pytest.raises(IntegrityError, match="extra bits"):
+        unpack_gaps(Packed(packed.symbols, packed.extra[:-1]), compiled)
+    with pytest.raises(IntegrityError, match="gap symbol"):
+        unpack_gaps(Packed(np.array([240], "u1"), packed.extra), compiled)
+    for extra in (packed_steps.extra[:-1], np.append(packed_steps.extra, np.uint8(0))):
+        with pytest.raises(IntegrityError, match="extra bits"):
+            unpack_steps(Packed(packed_steps.symbols, extra), counts, item_bits, compiled)
+    too_large = Packed(np.array([14], "u1"), np.full(item_bits // 8, 255, "u1"))
+    with pytest.raises(IntegrityError, match="a step of more"):
+        unpack_steps(too_large, np.array([1]), item_bits, compiled)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(not kernels.available(), reason="numba is not installed")
+def test_after_warming_up_nothing_is_left_to_compile():
+    used = (
+        kernels.scan_changes, kernels.by_class, kernels.scan_apply, kernels.pack_gaps,
+        kernels.unpack_gaps, kernels.pack_steps, kernels.unpack_steps, encode_symbols,
+        decode_symbols,
+    )  # fmt: skip
+    kernels.warm()
+    before = [len(kernels.compiled(kernel).signatures) for kernel in used]
+    assert all(before)
+    olds, news = spans(np.random.default_rng(7), "F16", [400, 3], 0.1)
+    for name in ("small", "fast"):
+        coded = encode_segment("F16", olds, news, SETTINGS[name], compiled=True)
+        assert same(decoded(coded, "F16", olds, True), news)
+    assert before == [len(kernels.compiled(kernel).signatures) for kernel in used]
 
 
 def test_a_frame_that_claims_another_size_is_refused_before_it_is_unpacked():

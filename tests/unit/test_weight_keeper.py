@@ -52,6 +52,7 @@ class Shop:
 @pytest_asyncio.fixture
 async def shop(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_keeper, "MAINTAIN_S", 0.01)
+    monkeypatch.setattr(weight_keeper, "SCRUB_BYTES", 0)
     shop = Shop(tmp_path)
     task = asyncio.create_task(shop.keeper.run())
     yield shop
@@ -100,6 +101,17 @@ async def test_what_a_job_finds_damaged_is_avoided_and_the_rest_made(shop):
     shop.keeper.has_changed(POLICY, urgent=True)
     await until(lambda: shop.composites == {(0, 6)})  # by way of the deltas
     assert not shop.store.blobs(POLICY).has(entry.digest)
+
+
+@pytest.mark.asyncio
+async def test_what_rots_unread_is_found_and_made_again(shop, monkeypatch):
+    await until(lambda: shop.composites == {(0, 4)})
+    (entry,) = shop.store._policies[POLICY].composites[0, 4].manifest.files
+    path = shop.store.blobs(POLICY).path(entry.digest)
+    path.write_bytes(b"x" * entry.size_bytes)
+    monkeypatch.setattr(weight_keeper, "SCRUB_BYTES", 1 << 30)
+    await until(lambda: path.exists() and path.read_bytes()[:1] != b"x")
+    await until(lambda: not shop.store.is_damaged(entry.digest))
 
 
 @pytest.mark.asyncio

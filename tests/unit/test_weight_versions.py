@@ -362,3 +362,21 @@ def test_a_version_with_another_full_digest_is_refused_and_leaves_no_trace(open_
     assert store.head(POLICY).version == 1
     add(store, publication)
     assert store.reconstruct(POLICY, 2) == publisher.states[2]
+
+
+def test_scrubbing_finds_what_nobody_reads_a_part_at_a_time(tmp_path):
+    publisher = Publisher(tmp_path / "model")
+    store = filled(opened(tmp_path / "store"), publisher, 3)
+    entry = store.versions(POLICY)[1].files[0]
+    path = store.blobs(POLICY).path(entry.digest)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    total = sum(e.size_bytes for m in store.versions(POLICY) for e in m.files)
+    for _ in range(3):
+        store.scrub(POLICY, total // 2)
+    assert store.is_damaged(entry.digest)
+    assert store.suspects == {POLICY}
+    assert [store.is_damaged(m.files[0].digest) for m in store.versions(POLICY)].count(True) == 1
+    assert store.maintain(POLICY) >= 0
+    assert store.reconstruct(POLICY, 3) == publisher.states[3]

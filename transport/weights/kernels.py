@@ -31,6 +31,9 @@ COUNTERS = 4
 """Cells in turn count in tables of their own, one after the other in one array: counters of one
 class in neighbouring cells would otherwise wait for each other."""
 
+GAP_SYMBOLS = 240
+"""As many symbols stand for 32-bit gaps (`static_streams.py`)."""
+
 SPARE_WORDS = 2
 """32-bit words of extra bits beyond the full ones."""
 
@@ -117,7 +120,7 @@ def scan_changes(
                     word >>= bits
                 i += np.uint64(1)
         if i >= words or filled > room:
-            return np.int64(i), filled
+            return int(i), filled
         word, other = old[i], new[i]
         for _ in range(lanes):
             kind = (word >> shift) & mask
@@ -213,7 +216,7 @@ def scan_apply(
             i += one
     while i < words:
         word = old[i]
-        for lane in range(lanes):
+        for place in range(lanes):
             kind = (word >> shift) & mask
             ahead = left[kind] - 1
             if ahead < 0:
@@ -223,7 +226,7 @@ def scan_apply(
                     return filled
                 step = moves[symbol] >> upper
                 change = (step >> one) ^ (zero - (step & one))
-                positions[filled] = i * lanes + lane
+                positions[filled] = i * lanes + place
                 values[filled] = ((word & cell) + change) & cell
                 filled += 1
                 symbol += one
@@ -248,7 +251,7 @@ def pack_gaps(gaps: Any, symbols: Any, extra: Any) -> int:
     at, bits = 0, 0
     for i in range(gaps.size):
         gap = np.int64(gaps[i])
-        shift = max((np.float64(gap).view(np.int64) >> 52) - 1026, 0)
+        shift: Any = max((np.float64(gap).view(np.int64) >> 52) - 1026, 0)
         symbols[i] = (gap >> shift) + 8 * shift
         waiting |= np.uint64(gap & ((1 << shift) - 1)) << np.uint64(bits)
         bits += shift
@@ -266,12 +269,12 @@ def unpack_gaps(symbols: Any, extra: Any, limit: int, gaps: Any) -> int:
     -1 for a symbol that stands for no gap. ``extra`` has SPARE_WORDS behind ``limit`` bits."""
     used = 0
     for i in range(symbols.size):
-        symbol = np.int64(symbols[i])
-        shift = max(symbol >> 3, 1) - 1
-        if symbol >= 240:
+        symbol: Any = np.int64(symbols[i])
+        shift: Any = max(symbol >> 3, 1) - 1
+        if symbol >= GAP_SYMBOLS:
             return -1
         if used + shift > limit:
-            return used + shift
+            return int(used + shift)
         at = used >> 5
         pair = np.uint64(extra[at]) | (np.uint64(extra[at + 1]) << np.uint64(32))
         low = np.int64(pair >> np.uint64(used & 31)) & ((1 << shift) - 1)
@@ -292,7 +295,7 @@ def pack_steps(steps: Any, counts: Any, item_bits: int, symbols: Any, extra: Any
             i += 1
             negative = step & 1
             reach = (step >> 1) - 1 + negative
-            bucket = min(max((np.float64(reach).view(np.int64) >> 52) - 1022, 0), 7)
+            bucket: Any = min(max((np.float64(reach).view(np.int64) >> 52) - 1022, 0), 7)
             width = item_bits - 1 if bucket == 7 else max(bucket, 1) - 1
             if upper:
                 symbols[byte] |= np.uint8((2 * bucket + negative) << 4)
@@ -322,7 +325,7 @@ def unpack_steps(
     for kind in range(counts.size):
         upper = False
         for _ in range(counts[kind]):
-            symbol = np.int64(symbols[byte])
+            symbol: Any = np.int64(symbols[byte])
             if upper:
                 symbol >>= 4
                 byte += 1
@@ -330,7 +333,7 @@ def unpack_steps(
             negative, bucket = symbol & 1, (symbol >> 1) & 7
             width = item_bits - 1 if bucket == 7 else max(bucket, 1) - 1
             if used + width > limit:
-                return used + width
+                return int(used + width)
             at = used >> 5
             pair = np.uint64(extra[at]) | (np.uint64(extra[at + 1]) << np.uint64(32))
             reach = np.int64(pair >> np.uint64(used & 31)) & ((1 << width) - 1)
@@ -353,7 +356,7 @@ def warm() -> None:
     if not available():
         return
     # Those modules build on this one.
-    from transport.weights.cell_sums import difference, list_sum
+    from transport.weights.cell_sums import difference, list_sum, run_sum
     from transport.weights.segments import CodecSettings, decode_segment, encode_segment
 
     old = np.arange(64, dtype=np.uint16)
@@ -365,3 +368,4 @@ def warm() -> None:
         decode_segment(coded.coder, "BF16", body, [old], coded.changed, compiled=True)
     list_sum(0, np.arange(64, dtype=np.int32), new, compiled=True)
     difference(0, 0, old, new, compiled=True)
+    run_sum(0, 0, np.zeros(KERNEL_CELLS, np.uint16))

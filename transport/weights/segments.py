@@ -43,18 +43,21 @@ _BLOCK_CELLS = 1 << 14
 _SAMPLED_CELLS = 1 << 22
 _SAMPLE_STRIDE = 64
 
-# Seconds of the slower side (decoding), measured on one core of an AMD EPYC with 1 % of 2-byte
-# cells changed; they need only be right enough to tell a slow coder from a slow link.
-_CLASS_CELL_S = 2.0e-9
-_CLASS_CHANGE_S = 60e-9
+# Thread CPU seconds of the slower side, per cell and per change: a straight line through segments
+# of 2-byte cells of which 1, 3 and 5 % change, on one core of an AMD EPYC (Zen 3) that others also
+# use. Decoding is slower for classes, encoding for lists. They need only be right enough to tell a
+# slow coder from a slow link.
+_CLASS_CELL_S = 1.4e-9
+_CLASS_CHANGE_S = 30e-9
 _RANGE_CHANGE_S = 100e-9
-_LIST_CELL_S = 1.3e-9
-_LIST_CHANGE_S = 30e-9
-_LIST_BYTES = 1.6
+"""What ``class.range`` takes more than ``class.zstd``."""
+_LIST_CELL_S = 0.9e-9
+_LIST_CHANGE_S = 32e-9
+_LIST_BYTES = 0.8
 """Bytes per change of ``list.zstd`` beyond the value."""
-_CLASS_BYTES = 0.9
+_CLASS_BYTES = 0.8
 """Bytes per change of ``class.zstd``, for the choice alone."""
-_RANGE_GAIN = 0.06
+_RANGE_GAIN = 0.07
 """Share that ``class.range`` saves."""
 
 
@@ -165,9 +168,11 @@ def _prefers_list(settings: CodecSettings, cells: int, changed: float, item_byte
 def _absolute(olds: Sequence[Cells], news: Sequence[Cells]) -> EncodedSegment:
     positions, values, start = [], [], 0
     for old, new in zip(olds, news, strict=True):
-        (here,) = np.nonzero(old != new)
-        positions.append((here + start).astype(np.uint32))
-        values.append(new[here])
+        for at in range(0, old.size, _BLOCK_CELLS):
+            block = new[at : at + _BLOCK_CELLS]
+            (here,) = np.nonzero(old[at : at + _BLOCK_CELLS] != block)
+            positions.append((here + (start + at)).astype(np.uint32))
+            values.append(block[here])
         start += old.size
     changed = sum(here.size for here in positions)
     body = coders.encode_list(np.concatenate(positions), np.concatenate(values))

@@ -26,7 +26,6 @@ from transport.weights import kernels
 from transport.weights.symbols import Bytes8, Counts, Words
 
 LAST_BUCKET = 7
-GAP_SYMBOLS = 240
 
 
 class Packed(NamedTuple):
@@ -118,10 +117,10 @@ def unpack_gaps(packed: Packed, compiled: bool = False) -> tuple[Words, int]:
         unpack = kernels.compiled(kernels.unpack_gaps)
         bits = unpack(symbols, _padded(extra), 8 * extra.size, gaps)
         if bits < 0:
-            raise IntegrityError(f"gap symbol above {GAP_SYMBOLS - 1}")
+            raise IntegrityError(f"gap symbol above {kernels.GAP_SYMBOLS - 1}")
         return gaps, _bytes_of(bits, extra)
-    if symbols.size and symbols.max() >= GAP_SYMBOLS:
-        raise IntegrityError(f"gap symbol above {GAP_SYMBOLS - 1}")
+    if symbols.size and symbols.max() >= kernels.GAP_SYMBOLS:
+        raise IntegrityError(f"gap symbol above {kernels.GAP_SYMBOLS - 1}")
     shifts = np.maximum(symbols >> np.uint8(3), 1) - np.uint8(1)
     taken = _bytes_of(int(shifts.sum(dtype=np.int64)), extra)
     tops = (symbols - np.uint8(8) * shifts).astype(np.uint32)
