@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import structlog
 
 from transport.chunk_parts import ChunkSource, SourceId
-from transport.chunks import AcceptedChunk, ChunkFetcher
+from transport.chunks import ChunkFetcher, ReceivedChunk
 from transport.errors import LinkError
 from transport.messages import Chunk, ChunkRequest
 from transport.runtime.clock import Clock
@@ -29,6 +29,8 @@ RELAY_SILENT_S = 60.0
 """For how long a relay is left alone after it delivered a wrong chunk, or nothing."""
 
 _MAX_WAITING_CHUNKS = 256
+_MAX_WRITING = 8
+"""Chunks that wait for their hash and the disk, while further ones are asked for."""
 _RETRY_S = 0.2
 _SILENT = "relay.no_answer"
 
@@ -60,6 +62,7 @@ class _Arrival(NamedTuple):
     source: SourceId
     chunk: Chunk
     data: bytes
+    at_s: float
 
 
 class _Inbox:
@@ -88,8 +91,9 @@ class Downloads:
 
     def arrived(self, source: SourceId, chunk: Chunk, payload: Sequence[bytes]) -> None:
         """A chunk or part came; every fetch that waits for its file gets it."""
+        data, now = payload[0] if payload else b"", self._clock.monotonic_s()
         for inbox in self._inboxes:
-            inbox.put(_Arrival(source, chunk, payload[0] if payload else b""))
+            inbox.put(_Arrival(source, chunk, data, now))
 
     def changed(self, source: SourceId, up: bool) -> None:
         """A connection came up or went down: what was on the way there is lost."""
@@ -105,7 +109,7 @@ class Downloads:
         self,
         entries: Sequence[FileEntry],
         present: Mapping[str, frozenset[int]],
-        keep: Callable[[AcceptedChunk], None],
+        keep: Callable[[ReceivedChunk], None],
     ) -> int:
         """Fetch what is not ``present``; ``keep`` gets each verified chunk, in a thread of ours.
         Returns how many bytes were fetched.
@@ -118,9 +122,13 @@ class Downloads:
         self._inboxes.add(inbox)
         try:
             fetcher = ChunkFetcher(entries, present, sources=())
-            return await _Fetch(
+            fetch = _Fetch(
                 fetcher, self._sources, inbox, self._avoided, self._writer, keep, self._clock
-            ).run()
+            )
+            try:
+                return await fetch.run()
+            finally:
+                fetch.stop()
         finally:
             self._inboxes.discard(inbox)
 
@@ -135,7 +143,7 @@ class _Fetch:
         inbox: _Inbox,
         avoided: dict[SourceId, float],
         writer: ThreadPoolExecutor,
-        keep: Callable[[AcceptedChunk], None],
+        keep: Callable[[ReceivedChunk], None],
         clock: Clock,
     ) -> None:
         self._fetcher = fetcher
@@ -149,6 +157,7 @@ class _Fetch:
         self._named: set[SourceId] = set()
         self._asked_s: dict[SourceId, float] = {}  # relays that owe us something, since when
         self._retry: set[SourceId] = set()
+        self._writing: deque[tuple[ReceivedChunk, asyncio.Future[bool]]] = deque()
 
     async def run(self) -> int:
         fetched_bytes = 0
@@ -164,14 +173,21 @@ class _Fetch:
             wait_s = self._ask(now)
             if self._fetcher.failed is not None:
                 raise FetchFailed(f"the store cannot give all of it: {self._fetcher.failed}")
-            while self._inbox.chunks:
-                arrival = self._inbox.chunks.popleft()
-                fetched_bytes += await self._take(arrival)
+            if self._inbox.chunks or self._written():
+                while self._inbox.chunks and len(self._writing) < _MAX_WRITING:
+                    self._take(self._inbox.chunks.popleft())
+                fetched_bytes += self._take_written()
                 progress_s = self._clock.monotonic_s()
-                self._ask(progress_s)
+                wait_s = self._ask(progress_s)
             if not self._fetcher.done:
                 await self._wait(wait_s)
         return fetched_bytes
+
+    def stop(self) -> None:
+        """Keep nothing more; a chunk that is being written is finished."""
+        for _, writing in self._writing:
+            if not writing.cancel() and not writing.cancelled():
+                writing.exception()  # of a fetch that has failed already
 
     async def _wait(self, wait_s: float) -> None:
         try:
@@ -257,24 +273,38 @@ class _Fetch:
 
     # ---- chunks ------------------------------------------------------------------------------
 
-    async def _take(self, arrival: _Arrival) -> int:
-        """Bytes of the chunk that ``arrival`` completed, verified and kept; 0 when there is none.
-        Nobody else uses the fetcher meanwhile: we wait here."""
-        source, chunk, data = arrival
+    def _take(self, arrival: _Arrival) -> None:
+        """Account for a piece; a chunk that it completed goes to the writer."""
+        source, chunk, data, at_s = arrival
         if source in self._asked_s:
-            self._asked_s[source] = self._clock.monotonic_s()
+            self._asked_s[source] = at_s
         if not chunk.found:
             self._fetcher.chunk_not_found(source, chunk.digest, chunk.index, chunk.part_bytes)
-            return 0
-        now = self._clock.monotonic_s()
+            return
+        received = self._fetcher.chunk_received(
+            source, chunk.digest, chunk.index, chunk.part_bytes, data, at_s
+        )
+        if received is None:
+            return
+        loop = asyncio.get_running_loop()
+        writing = loop.run_in_executor(self._writer, self._verify_and_keep, received)
+        writing.add_done_callback(lambda _: self._inbox.wake.set())
+        self._writing.append((received, writing))
 
-        def take() -> int:
-            accepted = self._fetcher.chunk_arrived(
-                source, chunk.digest, chunk.index, chunk.part_bytes, data, now
-            )
-            if accepted is None:
-                return 0
-            self._keep(accepted)
-            return len(accepted.data)
+    def _verify_and_keep(self, chunk: ReceivedChunk) -> bool:
+        right = chunk.matches()
+        if right:
+            self._keep(chunk)
+        return right
 
-        return await asyncio.get_running_loop().run_in_executor(self._writer, take)
+    def _written(self) -> bool:
+        return bool(self._writing) and self._writing[0][1].done()
+
+    def _take_written(self) -> int:
+        """Bytes of the chunks that are verified and kept since the last call."""
+        written_bytes = 0
+        while self._written():
+            chunk, writing = self._writing.popleft()
+            if self._fetcher.chunk_verified(chunk, writing.result()) is not None:
+                written_bytes += len(chunk.data)
+        return written_bytes

@@ -45,7 +45,7 @@ from edge_agent.weight_copy import WeightCopies
 from edge_agent.weight_download import ChunkSources, Downloads
 from edge_agent.weight_staging import Intake, StagedVersion
 from transport.chunk_parts import SourceId
-from transport.chunks import AcceptedChunk
+from transport.chunks import ReceivedChunk
 from transport.errors import EngineError, FarflowError, StoreError, WeightApplyFailed
 from transport.ids import policy_name
 from transport.messages import Chunk, PlanStep, VersionRef, WeightsPlan
@@ -375,9 +375,9 @@ class WeightsClient:
             return 0
         blobs = await self._on_disk(self._copies.blobs, intake.policy)
 
-        def keep(accepted: AcceptedChunk) -> None:
-            blobs.write_chunk(accepted.entry, accepted.index, accepted.data)
-            intake.staging.chunk_written(accepted.entry, accepted.index)
+        def keep(chunk: ReceivedChunk) -> None:
+            blobs.write_chunk(chunk.entry, chunk.index, chunk.data)
+            intake.staging.chunk_written(chunk.entry, chunk.index)
 
         return await self._downloads.fetch(intake.wanted, intake.present, keep)
 

@@ -25,7 +25,9 @@ from transport.delivery_window import MAX_WINDOW_BYTES, DeliveryWindow
 from transport.errors import (
     AuthenticationFailed,
     ConfigError,
+    FarflowError,
     IntegrityError,
+    ParentLost,
     ProtocolError,
     RemoteProtocolError,
     StoreError,
@@ -210,7 +212,7 @@ class Intake:
         known = {stored.version: stored for stored in self._versions.versions(manifest.policy)}
         same = known.get(manifest.version)
         if same is not None and same.digest == manifest.digest:
-            return manifest, True
+            return manifest, not self._versions.awaits_whole(manifest)
         if known and manifest.version <= max(known):
             raise RemoteProtocolError(
                 f"version {manifest.version} of {manifest.policy}: the number is used; "
@@ -218,7 +220,7 @@ class Intake:
             )
         return manifest, False
 
-    def _reject(self, offer: _Offer, error: ProtocolError | IntegrityError) -> None:
+    def _reject(self, offer: _Offer, error: FarflowError) -> None:
         _log.warning("version.rejected", policy=offer.policy, code=error.code, reason=str(error))
         self._hub.send(
             offer.route,
@@ -247,6 +249,8 @@ class Intake:
                 _log.warning("version.damaged", policy=manifest.policy, reason=str(error))
             else:
                 self._reject(offer._replace(route=upload.route), error)
+        except ParentLost as error:
+            self._reject(offer._replace(route=upload.route), error)
         except StoreError as error:
             _log.error("version.not_stored", policy=manifest.policy, reason=str(error))
         else:

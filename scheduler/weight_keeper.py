@@ -78,6 +78,7 @@ class Keeper:
                 self._planner.changed(policy)
             for policy in await self._library.run(self._versions.policies):
                 await self._library.run(self._versions.scrub, policy, SCRUB_BYTES)
+                await self._keep_head(policy)
             self.look_after_damage()
             for policy in await self._library.run(self._versions.policies):
                 if policy not in self._given_up and await self._make_more(policy):
@@ -111,6 +112,17 @@ class Keeper:
             _log.error("weights.not_maintained", policy=policy, reason=str(error))
         else:
             _log.debug("weights.maintained", policy=policy, removed=removed)
+
+    async def _keep_head(self, policy: str) -> None:
+        """After a start, bring the newest weights into memory."""
+        build = await self._library.run(self._versions.way_to_head, policy)
+        if build is None:
+            return
+        try:
+            arena = await self._composer.run(build)
+            await self._library.run(self._versions.take_head, policy, arena)
+        except WalkFailed as error:
+            await self._library.run(self._versions.way_failed, policy, error)
 
     async def _make_more(self, policy: str) -> bool:
         """Make at most one thing; whether there is something new."""

@@ -281,6 +281,21 @@ class PolicyVersions:
         """Offer these files no more."""
         self.damaged.update(entry.digest for entry in entries)
 
+    def forget_damaged(self, entries: Collection[FileEntry]) -> None:
+        """Remove those files that are known to be damaged, so that they can come in again."""
+        for entry in entries:
+            if entry.digest in self.damaged:
+                self.blobs.remove(entry.digest)
+                self._there.discard(entry.digest)
+
+    def restored(self, entries: Collection[FileEntry]) -> None:
+        """These files came in again."""
+        self.damaged.difference_update(entry.digest for entry in entries)
+
+    def holds(self, version: int) -> bool:
+        """Whether a version's weights are those in memory."""
+        return self.head is not None and self.head.version == version
+
     def is_made_here(self, version: int) -> bool:
         """Whether the snapshot of a version is the store's own."""
         return not self.snapshots[version].signed.key_id

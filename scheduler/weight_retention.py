@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from scheduler.weight_policy import PolicyVersions
+from transport.errors import IntegrityError, StoreError
+from transport.weights.manifest import FileEntry
 
 MAX_COMPOSITES: Final = 128
 
@@ -24,6 +26,27 @@ def drop_damaged(p: PolicyVersions) -> None:
     for version in [v for v, s in p.snapshots.items() if not p.intact(s.manifest.files)]:
         if p.is_made_here(version):
             p.drop_snapshot(version)
+
+
+def read_again(p: PolicyVersions, budget_bytes: int) -> list[tuple[FileEntry, Exception]]:
+    """The next ``budget_bytes`` of the files, from where the last call ended: what is damaged."""
+    digest, start = p.scrubbed
+    names = sorted(name for name, entry in p.files.items() if p.intact((entry,)))
+    names = [name for name in names if name >= digest] + [n for n in names if n < digest]
+    found: list[tuple[FileEntry, Exception]] = []
+    for name in names:
+        entry = p.files[name]
+        try:
+            for index in range(start if name == digest else 0, len(entry.chunk_digests)):
+                if budget_bytes <= 0:
+                    p.scrubbed = (name, index)
+                    return found
+                p.blobs.read_chunk(entry, index)
+                budget_bytes -= entry.chunk_size_bytes(index)
+        except (IntegrityError, StoreError) as error:
+            found.append((entry, error))
+    p.scrubbed = ("", 0)
+    return found
 
 
 def retain(

@@ -53,6 +53,9 @@ NAME: Final = "weight-store"
 CACHE_BYTES: Final = 64 * 2**20
 """Chunks read lately: agents fetch the same version at about the same time."""
 
+AHEAD_CHUNKS: Final = 4
+"""Read before they are asked for."""
+
 MAX_THREADS: Final = 4
 """For decoding a version that came in: agents wait for it."""
 
@@ -123,6 +126,7 @@ class WeightStore:
         )
         self._chunks: OrderedDict[ChunkKey, bytes] = OrderedDict()
         self._chunk_bytes = 0
+        self._ahead: dict[ChunkKey, asyncio.Task[bytes | None]] = {}
         self._unaccepted: dict[tuple[str, int], VersionStored] = {}
         self._announced: dict[tuple[str, int], float] = {}
         self.counters: Counter[str] = Counter()
@@ -196,7 +200,13 @@ class WeightStore:
         key = (piece.digest, place.number)
         data = self._chunks.get(key)
         if data is None:
-            data = await self._reader.run(self._versions.read_chunk, *key)
+            reading = self._ahead.pop(key, None) or self._read(key)
+            following = (piece.digest, place.number + 1)
+            if following not in self._chunks and following not in self._ahead:
+                self._ahead[following] = self._read(following)  # while this one is sent
+            while len(self._ahead) > AHEAD_CHUNKS:
+                del self._ahead[next(iter(self._ahead))]
+            data = await reading
             if data is None:
                 self._keeper.look_after_damage()
                 return b""
@@ -204,6 +214,10 @@ class WeightStore:
         else:
             self._chunks.move_to_end(key)
         return data[place.start : place.stop] if piece.part_bytes else data
+
+    def _read(self, key: ChunkKey) -> asyncio.Task[bytes | None]:
+        loop = asyncio.get_running_loop()
+        return loop.create_task(self._reader.run(self._versions.read_chunk, *key), name="read")
 
     def _keep(self, key: ChunkKey, data: bytes) -> None:
         self._chunks[key] = data
@@ -231,6 +245,7 @@ class WeightStore:
     async def close(self) -> None:
         await self._intake.close()
         await self._keeper.close()
+        await asyncio.gather(*self._ahead.values(), return_exceptions=True)
         await asyncio.to_thread(self._library.close)
         await asyncio.to_thread(self._reader.close)
 

@@ -18,20 +18,25 @@ copy, and while a job runs what that says. On disk: the deltas of the retained v
 about three snapshots, and composites no larger than one model.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from scheduler.weight_adding import advance, first, restore
 from scheduler.weight_composites import CompositeJob, Job, write_snapshot
 from scheduler.weight_jobs import adopt, next_bridge_job, next_job, step_bytes
 from scheduler.weight_policy import PolicyVersions, WalkFailed, walk, walked_files
-from scheduler.weight_retention import drop_damaged, retain
+from scheduler.weight_retention import drop_damaged, read_again, retain
 from scheduler.weight_upkeep import Asked, kept_versions
-from transport.errors import ChecksumMismatch, IntegrityError, StoreError, TruncatedBlob
+from transport.errors import (
+    ChecksumMismatch,
+    IntegrityError,
+    ParentLost,
+    StoreError,
+    TruncatedBlob,
+)
 from transport.messages import WeightsPlan
 from transport.weights.blobs import BlobFolder, disk_errors
-from transport.weights.delta_file import decode_delta
-from transport.weights.digest import first_non_finite, full_digest
 from transport.weights.folder import write_model_folder
 from transport.weights.manifest import FileEntry, SignedManifest, Signer, VersionManifest, verify
 from transport.weights.plan import UNKNOWN_SPEED, LinkSpeed, check_successor
@@ -104,39 +109,63 @@ class WeightVersions:
         self, signed: SignedManifest, files: Mapping[str, Buffer] | None = None
     ) -> VersionManifest:
         """Take a version durably. Its files are in ``blobs(policy)`` already or in ``files`` (by
-        name). Adding the same version again is harmless.
+        name). Adding the same version again is harmless; one that comes whole, while nothing here
+        leads to it any more (``awaits_whole``), is restored.
 
         Raises:
             AuthenticationFailed: not signed by a trusted key.
             RemoteProtocolError: number used, parent unknown, or files of the wrong kinds.
             IntegrityError: files missing or damaged, digest not as promised, weights not finite;
                 the files are forgotten, so that another try fetches them again.
-            StoreError: the disk refused, or the parent is no longer kept; nothing was added.
+            ParentLost: the parent is no longer kept, or damaged; the trainer is to publish it
+                whole. Nothing was added.
+            StoreError: the disk refused; nothing was added.
         """
         manifest = verify(signed, self._trusted)
         p = self._open(manifest.policy)
         known = p.versions.get(manifest.version)
-        if known is not None and known.manifest.digest == manifest.digest:
+        again = known is not None and known.manifest.digest == manifest.digest
+        if known is not None and again and not self.awaits_whole(manifest):
             return known.manifest
-        check_successor(manifest, p.versions)
-        if manifest.parent is not None and (p.head is None or p.head.version != manifest.parent):
-            p.head = self._built(p, manifest.parent)
+        if not again:
+            check_successor(manifest, p.versions)
+            if manifest.parent is not None and not p.holds(manifest.parent):
+                try:
+                    p.head = self._built(p, manifest.parent)
+                except StoreError as error:
+                    raise ParentLost(
+                        f"no delta of {manifest.parent} can be applied: {error}"
+                    ) from error
         try:
             for entry in manifest.files:
                 if files and entry.name in files:
                     p.blobs.put(entry.digest, (files[entry.name],))
                 elif not p.blobs.has(entry.digest):
                     raise TruncatedBlob(f"{entry.name} of version {manifest.version} is missing")
-            if p.head is None:
-                p.head = self._first(p, signed, manifest)
+            if known is not None and again:
+                restore(p, known.manifest, manifest, threads=self._threads)
+            elif p.head is None:
+                p.head = first(p, signed, manifest, threads=self._threads)
             else:
-                self._advance(p, p.head, signed, manifest)
+                advance(p, p.head, signed, manifest, threads=self._threads)
         except IntegrityError:
             for entry in manifest.files:
                 if entry.digest not in p.files:
                     p.blobs.remove(entry.digest)
             raise
         return manifest
+
+    def awaits_whole(self, manifest: VersionManifest) -> bool:
+        """Whether ``manifest`` brings a stored version's full weights, to which nothing here leads
+        any more. Then forgets those of its files that are damaged, so that they are fetched."""
+        p = self._policies.get(manifest.policy)
+        shards = manifest.of_kind("snapshot")
+        if p is None or not shards or manifest.version not in p.versions:
+            return False
+        if p.holds(manifest.version) or p.route(manifest.version) is not None:
+            return False
+        p.forget_damaged(manifest.files)
+        return True
 
     # ---- giving versions --------------------------------------------------------------------
 
@@ -257,7 +286,7 @@ class WeightVersions:
         tried again: nobody is to wait for it. (A cumulative is: nothing replaces those.)"""
         p = self._known(policy)
         if isinstance(error, WalkFailed):
-            self._damaged(p, walked_files(error.manifest), error)
+            self.way_failed(policy, error)
         elif isinstance(job, CompositeJob) and job.base.version != p.root.manifest.version:
             p.unpaying.add((job.base.version, job.version.version))
 
@@ -295,21 +324,28 @@ class WeightVersions:
             StoreError: the policy is unknown.
         """
         p = self._known(policy)
-        digest, start = p.scrubbed
-        names = sorted(name for name, entry in p.files.items() if p.intact((entry,)))
-        names = [name for name in names if name >= digest] + [n for n in names if n < digest]
-        for name in names:
-            entry = p.files[name]
-            try:
-                for index in range(start if name == digest else 0, len(entry.chunk_digests)):
-                    if budget_bytes <= 0:
-                        p.scrubbed = (name, index)
-                        return
-                    p.blobs.read_chunk(entry, index)
-                    budget_bytes -= entry.chunk_size_bytes(index)
-            except (IntegrityError, StoreError) as error:
-                self._damaged(p, (entry,), error)
-        p.scrubbed = ("", 0)
+        for entry, error in read_again(p, budget_bytes):
+            self._damaged(p, (entry,), error)
+
+    def way_to_head(self, policy: str) -> Callable[[], WeightArena] | None:
+        """What builds the newest weights, in any thread, for ``take_head``; None while they are in
+        memory, where they outlive what happens to files, or when nothing leads to them."""
+        p = self._known(policy)
+        route = None if p.head is not None else p.route(p.newest, step_bytes=step_bytes(p))
+        if route is None:
+            return None
+        hops = p.hops(route)
+        return lambda: walk(None, p.blobs, hops, threads=self._threads)
+
+    def take_head(self, policy: str, arena: WeightArena) -> None:
+        """Keep what ``way_to_head`` built, unless a newer one came meanwhile."""
+        p = self._known(policy)
+        if p.head is None and arena.version in p.versions:
+            p.head = arena
+
+    def way_failed(self, policy: str, error: WalkFailed) -> None:
+        """What was on the way is damaged: it is offered no more."""
+        self._damaged(self._known(policy), walked_files(error.manifest), error)
 
     def _rescan(self, p: PolicyVersions) -> None:
         """Read all of the head's weights now and then: memory fails too."""
@@ -351,39 +387,3 @@ class WeightVersions:
                 # Each turn marks files that the next route avoids, so this ends.
                 self._damaged(p, walked_files(error.manifest), error)
         raise StoreError(f"version {version} of {p.name} is unknown, not kept or damaged")
-
-    def _first(
-        self, p: PolicyVersions, signed: SignedManifest, manifest: VersionManifest
-    ) -> WeightArena:
-        arena = WeightArena.from_snapshot(p.blobs, manifest, threads=self._threads)
-        name = first_non_finite(arena.tensors)
-        if name is not None:
-            raise IntegrityError(f"version {manifest.version}: {name!r} is not finite")
-        p.add(signed, manifest)
-        return arena
-
-    def _advance(
-        self,
-        p: PolicyVersions,
-        arena: WeightArena,
-        signed: SignedManifest,
-        manifest: VersionManifest,
-    ) -> None:
-        (entry,) = manifest.files
-        decoded = decode_delta(
-            arena, p.blobs.data(entry.digest), manifest, entry, threads=self._threads, finite=True
-        )
-        undo = arena.apply(decoded.patch, manifest.version, decoded.digests)
-        try:
-            promised = manifest.full_digest
-            if promised is not None and promised != full_digest(
-                arena.tensors, threads=self._threads
-            ):
-                raise ChecksumMismatch(
-                    f"version {manifest.version} of {manifest.policy}: the weights have another"
-                    " full digest than the manifest says"
-                )
-            p.add(signed, manifest)
-        except BaseException:
-            arena.undo(undo)
-            raise

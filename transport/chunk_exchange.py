@@ -31,10 +31,9 @@ from transport.chunk_parts import (
     SourceId,
     SourceState,
     WantedChunk,
-    part_bytes_for,
     requests_for,
 )
-from transport.delivery_window import MAX_TIMEOUT_S, MIN_PIECES, DeliveryWindow
+from transport.delivery_window import MAX_TIMEOUT_S, MIN_PIECES
 from transport.messages import ChunkRequest
 from transport.weights.manifest import chunk_digest
 from transport.weights.tensors import Buffer
@@ -102,8 +101,7 @@ class ChunkExchange:
 
     def outstanding_bytes(self, source: SourceId) -> int:
         """What is on the way on one source."""
-        state = self._sources.get(source)
-        return 0 if state is None else state.outstanding_bytes
+        return self._sources[source].outstanding_bytes if source in self._sources else 0
 
     @property
     def idle(self) -> bool:
@@ -155,7 +153,7 @@ class ChunkExchange:
                 source, some_usable = self._choose(chunk)
                 if source is not None:
                     if not chunk.laid_out:
-                        self._lay_out(chunk, self._sources[source].window)
+                        chunk.lay_out(self._sources[source].window)
                     part = chunk.to_ask.popleft()
                     self._note_request(chunk, part, source, now)
                     pieces.setdefault(source, []).append((chunk, part))
@@ -187,6 +185,15 @@ class ChunkExchange:
     ) -> tuple[WantedChunk, Buffer] | None:
         """Take a piece; the chunk that it completed, verified, or None (a counter says why where
         the piece was of no use)."""
+        found = self.received(source, digest, index, part_bytes, data, now)
+        if found and self.verified(*found, chunk_digest(found[1]) == found[0].chunk_digest):
+            return found
+        return None
+
+    def received(
+        self, source: SourceId, digest: str, index: int, part_bytes: int, data: Buffer, now: float
+    ) -> tuple[WantedChunk, Buffer] | None:
+        """As ``arrived``, without the hash: say what it came to with ``verified``, any time."""
         found = self._find(source, digest, index, part_bytes)
         if found is None:
             return None
@@ -201,12 +208,21 @@ class ChunkExchange:
             self._measure(source, chunk, request, len(data), now)
             if len(chunk.parts) < chunk.part_count:
                 return None
-            whole = chunk.joined()
-            if chunk_digest(whole) == chunk.wanted.chunk_digest:
-                self.forget(chunk.wanted.key)
-                return chunk.wanted, whole
+            chunk.whole = chunk.joined()
+            return chunk.wanted, chunk.whole
         self._corrupt(chunk)
         return None
+
+    def verified(self, wanted: WantedChunk, whole: Buffer, right: bool) -> bool:
+        """Whether a chunk that was received is right and was still wanted."""
+        chunk = self._get(wanted.key)
+        if chunk is None or chunk.wanted != wanted:
+            return False
+        if right:
+            self.forget(wanted.key)
+        elif chunk.whole is whole:  # else it was begun again meanwhile
+            self._corrupt(chunk)
+        return right
 
     def not_found(self, source: SourceId, digest: str, index: int, part_bytes: int) -> None:
         """The source does not have it (any more). From a relay that is no error; when the origin
@@ -265,17 +281,11 @@ class ChunkExchange:
         least = math.inf
         for name, state in usable:
             limit_bytes = state.window.limit_bytes()
-            after_bytes = state.outstanding_bytes + self._next_size_bytes(chunk, state.window)
+            after_bytes = state.outstanding_bytes + chunk.next_size_bytes(state.window)
             fits = after_bytes <= limit_bytes or not state.outstanding_bytes
             if fits and after_bytes / limit_bytes < least:
                 best, least = name, after_bytes / limit_bytes
         return best, bool(usable)
-
-    def _next_size_bytes(self, chunk: ChunkState, window: DeliveryWindow) -> int:
-        if chunk.laid_out:
-            return chunk.part_size_bytes(chunk.to_ask[0])
-        size, piece = chunk.wanted.size_bytes, window.piece_bytes()
-        return min(part_bytes_for(chunk.wanted.chunk_bytes, piece) or size, size)
 
     def _may_come(self, chunk: ChunkState) -> bool:
         """Whether a source that is down now may deliver it."""
@@ -286,13 +296,6 @@ class ChunkExchange:
             state.up and state.outstanding_bytes < state.window.limit_bytes()
             for state in self._sources.values()
         )
-
-    def _lay_out(self, chunk: ChunkState, window: DeliveryWindow) -> None:
-        chunk.laid_out = True
-        part_bytes = part_bytes_for(chunk.wanted.chunk_bytes, window.piece_bytes())
-        if part_bytes < chunk.wanted.size_bytes:  # a short last chunk stays whole
-            chunk.part_bytes = part_bytes
-            chunk.to_ask = deque(range(chunk.part_count))
 
     def _note_request(self, chunk: ChunkState, part: int, source: SourceId, now: float) -> None:
         state = self._sources[source]
@@ -337,14 +340,10 @@ class ChunkExchange:
         self.source_down(source)
         del self._sources[source]
         self.dropped[source] = reason
-        tainted = [
-            chunk
-            for of_file in self._files.values()
-            for chunk in of_file.values()
-            if source in chunk.contributors
-        ]
-        for chunk in tainted:
-            self._start_again(chunk)
+        for of_file in self._files.values():
+            for chunk in of_file.values():
+                if source in chunk.contributors:
+                    self._start_again(chunk)
 
     def _start_again(self, chunk: ChunkState) -> None:
         for part in range(chunk.part_count):
@@ -361,8 +360,8 @@ class ChunkExchange:
 
     def _enqueue_first(self, chunk: ChunkState) -> None:
         if not chunk.queued:
-            chunk.queued = True
             self._queue.appendleft(chunk)
+        chunk.queued = True
 
     def _dequeue(self) -> None:
         self._queue.popleft().queued = False

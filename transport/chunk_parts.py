@@ -84,13 +84,15 @@ class SourceState:
 @dataclass(slots=True)
 class ChunkState:
     """``part_bytes`` 0: whole. ``to_ask`` are parts that nobody is asked for; before the chunk is
-    laid out that is one, whatever there will be. ``owner`` is the relay that was asked last."""
+    laid out that is one, whatever there will be. ``whole`` is what all parts gave, unverified.
+    ``owner`` is the relay that was asked last."""
 
     wanted: WantedChunk
     laid_out: bool = False
     part_bytes: int = 0
     to_ask: deque[int] = field(default_factory=lambda: deque((0,)))
     parts: dict[int, Buffer] = field(default_factory=dict)
+    whole: Buffer | None = None
     contributors: set[SourceId] = field(default_factory=set)
     refused: set[SourceId] = field(default_factory=set)
     owner: SourceId | None = None
@@ -106,11 +108,27 @@ class ChunkState:
         size = self.wanted.size_bytes
         return min(self.part_bytes, size - part * self.part_bytes) if self.part_bytes else size
 
+    def next_size_bytes(self, window: DeliveryWindow) -> int:
+        """Of the part that would be asked for next on a link."""
+        if self.laid_out:
+            return self.part_size_bytes(self.to_ask[0])
+        size = self.wanted.size_bytes
+        return min(part_bytes_for(self.wanted.chunk_bytes, window.piece_bytes()) or size, size)
+
+    def lay_out(self, window: DeliveryWindow) -> None:
+        """Decide in which parts it is asked for; its first ones on the link of ``window``."""
+        self.laid_out = True
+        part_bytes = part_bytes_for(self.wanted.chunk_bytes, window.piece_bytes())
+        if part_bytes < self.wanted.size_bytes:  # a short last chunk stays whole
+            self.part_bytes = part_bytes
+            self.to_ask = deque(range(self.part_count))
+
     def reset(self) -> None:
         self.laid_out = False
         self.part_bytes = 0
         self.to_ask = deque((0,))
         self.parts.clear()
+        self.whole = None
         self.contributors.clear()
 
     def joined(self) -> Buffer:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from transport.chunk_exchange import MAX_ATTEMPTS, ChunkExchange
 from transport.chunk_parts import ChunkSource, FetchCounters, SourceId, WantedChunk
 from transport.messages import ChunkRequest
-from transport.weights.manifest import FileEntry
+from transport.weights.manifest import FileEntry, chunk_digest
 from transport.weights.tensors import Buffer
 
 
@@ -25,6 +25,23 @@ class AcceptedChunk:
     index: int
     data: Buffer
     file_complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedChunk:
+    """A whole chunk of which nobody knows yet whether it is right."""
+
+    entry: FileEntry
+    wanted: WantedChunk
+    data: Buffer
+
+    @property
+    def index(self) -> int:
+        return self.wanted.number
+
+    def matches(self) -> bool:
+        """Whether it is right; hashes it, in any thread."""
+        return chunk_digest(self.data) == self.wanted.chunk_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +161,26 @@ class ChunkFetcher:
     ) -> AcceptedChunk | None:
         """Take a piece; the chunk that it completed, or None (a counter says why where the piece
         was of no use)."""
-        found = self._exchange.arrived(source, digest, index, part_bytes, data, now)
+        found = self.chunk_received(source, digest, index, part_bytes, data, now)
+        return None if found is None else self.chunk_verified(found, found.matches())
+
+    def chunk_received(
+        self, source: SourceId, digest: str, index: int, part_bytes: int, data: Buffer, now: float
+    ) -> ReceivedChunk | None:
+        """As ``chunk_arrived``, without the hash: ``chunk_verified`` takes its result, any time."""
+        found = self._exchange.received(source, digest, index, part_bytes, data, now)
         if found is None:
             return None
         wanted, whole = found
-        file = self._files[wanted.file_digest]
-        file.missing.discard(wanted.number)
-        return AcceptedChunk(file.entry, wanted.number, whole, not file.missing)
+        return ReceivedChunk(self._files[wanted.file_digest].entry, wanted, whole)
+
+    def chunk_verified(self, chunk: ReceivedChunk, right: bool) -> AcceptedChunk | None:
+        """What becomes of a chunk whose hash was compared."""
+        if not self._exchange.verified(chunk.wanted, chunk.data, right):
+            return None
+        file = self._files[chunk.entry.digest]
+        file.missing.discard(chunk.index)
+        return AcceptedChunk(file.entry, chunk.index, chunk.data, not file.missing)
 
     def chunk_not_found(self, source: SourceId, digest: str, index: int, part_bytes: int) -> None:
         """The source does not have it. From a relay that is no error: the origin is asked. From

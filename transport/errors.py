@@ -133,6 +133,13 @@ class StoreError(FarflowError):
     retryable = True
 
 
+class ParentLost(StoreError):
+    """No intact file leads to the weights that a delta changes."""
+
+    code = "store.parent_lost"
+    retryable = False
+
+
 class ProcessFailed(FarflowError):
     code = "process"
 

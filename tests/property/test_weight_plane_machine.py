@@ -37,7 +37,7 @@ from scheduler.weight_versions import WeightVersions
 from transport.chunk_parts import ChunkSource, place_of
 from transport.chunks import ChunkFetcher
 from transport.delivery_window import DeliveryWindow
-from transport.errors import FarflowError, IntegrityError, StoreError
+from transport.errors import FarflowError, IntegrityError, ParentLost, StoreError
 from transport.runtime.clock import SystemClock
 from transport.weights.folder import write_model_folder
 from transport.weights.manifest import SignedManifest
@@ -156,7 +156,8 @@ class WeightPlane(RuleBasedStateMachine):
                 data = self.outbox.read_chunk(entry.digest, index)
                 blobs.write_chunk(entry, index, data)
             blobs.complete(entry)
-        self.store.add_version(signed)
+        added = self.store.add_version(signed)
+        assert added.version == order.version
         assert self.store.add_version(signed).version == order.version  # offered twice
 
     @rule(count=st.integers(1, 5))
@@ -166,7 +167,11 @@ class WeightPlane(RuleBasedStateMachine):
             self.step += 1
             new = stepped(self.published[self.head], self.rng)
             self.publisher.capture(self.step, new)
-            self.build(BuildVersion(version=version, parent=self.head, step=self.step))
+            try:
+                self.build(BuildVersion(version=version, parent=self.head, step=self.step))
+            except ParentLost:
+                self.trainer_dies(whole=True)  # its answer to that refusal
+                return
             self.published[version] = new
             self.head = version
 
@@ -174,18 +179,24 @@ class WeightPlane(RuleBasedStateMachine):
     def take_a_checkpoint(self):
         self.checkpoint = (self.head, self.step)
 
-    @rule()
-    def trainer_dies(self):
+    @rule(whole=st.just(False))
+    def trainer_dies(self, whole):
         """It goes on from its checkpoint, whose weights it publishes once more."""
         at, self.step = self.checkpoint
         self.outbox = Outbox(self.root / "outbox")
         self.publisher = self.new_publisher(at)
         self.head = at
+        if whole:
+            self.outbox.clear()
+            self.build(BuildVersion(version=at, parent=None, step=self.step, whole=True))
         if self.outbox.highest > at:
             version = self.outbox.highest + 1
-            self.build(
-                BuildVersion(version=version, parent=at, step=self.step, whole=False, again=True)
-            )
+            order = BuildVersion(version=version, parent=at, step=self.step, again=True)
+            try:
+                self.build(order)
+            except ParentLost:
+                self.trainer_dies(whole=True)
+                return
             self.published[version] = self.published[at]
             self.head = version
             self.checkpoint = (version, self.step)
@@ -203,11 +214,14 @@ class WeightPlane(RuleBasedStateMachine):
 
     @rule()
     def store_dies(self):
-        """Not between a rotten file and the next look at it: then both the only way to the newest
-        weights and the memory that holds them may be gone, which nothing on this side can heal."""
+        """Not between a rotten file and the next look at it: then the newest weights may be gone
+        from disk and memory, and agents wait for the trainer's next version."""
         if self.rotten:
             self.upkeep()
         self.store = self.opened_store()
+        build = self.store.way_to_head(POLICY)
+        if build is not None:
+            self.store.take_head(POLICY, build())
 
     @rule()
     def upkeep(self):

@@ -395,6 +395,43 @@ def test_parts_of_a_liar_do_not_spoil_a_chunk_that_is_finished_elsewhere():
     assert sorted(where(fetcher.next_requests(0.2))[ORIGIN]) == list(range(8))
 
 
+def test_a_chunk_may_be_hashed_later_while_others_are_asked_for():
+    entry, data = file(3 * CHUNK)
+    fetcher = fetch(entry, max_attempts=1)
+    fetcher.next_requests(0.0)
+    received = [
+        fetcher.chunk_received(ORIGIN, entry.digest, index, 0, piece, 0.1)
+        for index, piece in enumerate((chunk(entry, data, 0), bytes(CHUNK)))
+    ]
+    assert [one.matches() for one in received] == [True, False]
+    assert fetcher.outstanding_bytes(ORIGIN) == CHUNK
+    assert give(fetcher, entry, data, 0) is None  # once more, before the hash
+    assert fetcher.counters.duplicate == 1
+    assert fetcher.missing(entry.digest) == {0, 1, 2}
+    assert fetcher.chunk_verified(received[0], True).index == 0
+    assert fetcher.chunk_verified(received[0], True) is None
+    assert fetcher.missing(entry.digest) == {1, 2}
+    assert fetcher.chunk_verified(received[1], False) is None
+    assert fetcher.counters.corrupt == 1
+    fetcher.next_requests(0.2)
+    assert fetcher.failed == "chunk.attempts"
+
+
+def test_nobody_is_blamed_for_what_another_source_had_delivered():
+    entry, data = file(2 * CHUNK)
+    fetcher = fetch(entry, sources=[source(RELAY), source(ORIGIN)], max_attempts=1)
+    fetcher.next_requests(0.0)
+    late = fetcher.chunk_received(RELAY, entry.digest, 0, 0, bytes(CHUNK), 0.1)
+    assert fetcher.chunk_arrived(RELAY, entry.digest, 1, 0, bytes(CHUNK), 0.1) is None
+    assert fetcher.dropped == {RELAY: WRONG_CHUNK}
+    assert where(fetcher.next_requests(0.2)) == {ORIGIN: [1, 0]}
+    again = fetcher.chunk_received(ORIGIN, entry.digest, 0, 0, chunk(entry, data, 0), 0.3)
+    assert fetcher.chunk_verified(late, late.matches()) is None
+    assert fetcher.chunk_verified(again, again.matches()).index == 0
+    assert give(fetcher, entry, data, 1) is not None
+    assert fetcher.counters.corrupt == 1
+
+
 def test_a_wrong_chunk_of_several_sources_is_left_to_the_origin():
     entry, data = file(LARGE, chunk_bytes=LARGE)
     fetcher = fetch(entry, sources=[source(ORIGIN), source(RELAY), source(OTHER)])

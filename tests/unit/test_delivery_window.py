@@ -8,9 +8,10 @@ import pytest
 from transport.chunk_parts import ChunkSource
 from transport.chunks import ChunkFetcher
 from transport.delivery_window import (
-    CRUISE_GAIN,
     MIN_PIECE_BYTES,
+    SHARE_BYTES,
     SLACK_S,
+    SLACK_SHARE,
     START_BYTES,
     DeliveryWindow,
 )
@@ -125,8 +126,8 @@ def test_what_is_queued_on_the_path_stays_below_half_of_what_it_holds(bytes_s, r
     path = Path(rtt_s=rtt_s, bytes_s=bytes_s)
     size = int(bytes_s * 40 * rtt_s)
     path.fetch(DeliveryWindow(), size_bytes=size, queue_after_s=12 * rtt_s)
-    pieces_s = 2 * MIN_PIECE_BYTES / bytes_s
-    assert path.worst_queue_s <= 0.4 * rtt_s + CRUISE_GAIN * SLACK_S + pieces_s
+    pieces_s = (SHARE_BYTES + 2 * MIN_PIECE_BYTES) / bytes_s
+    assert path.worst_queue_s <= max(SLACK_S, SLACK_SHARE * rtt_s) + 0.2 * rtt_s + pieces_s
 
 
 def test_the_rate_and_the_round_trip_are_measured():
