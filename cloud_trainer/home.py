@@ -22,12 +22,11 @@ from cloud_trainer.core.settings import PendingVersion, StartPosition
 from cloud_trainer.core.trained_jobs import TrainedJobs
 from cloud_trainer.outbox import Outbox
 from cloud_trainer.trainer import Trainer
-from transport.errors import StoreError
 from transport.runtime.clock import Clock
 from transport.runtime.files import (
-    atomic_write,
     fsync_dir,
     lock_folder,
+    next_incarnation,
     private_dir,
     remove_temporaries,
     store_errors,
@@ -88,7 +87,7 @@ class TrainerHome:
             pending=tuple(pending),
         )
         trained = TrainedJobs(job for entry in lineage for job in entry.jobs)
-        incarnation = self._next_incarnation(clock)
+        incarnation = next_incarnation(self.folder, clock.wall_s())
         _log.info(
             "trainer.start", incarnation=incarnation, step=step, version=version,
             highest=outbox.highest, jobs=len(trained), unpublished=[p.version for p in pending],
@@ -110,18 +109,3 @@ class TrainerHome:
             os.replace(incoming, target)
             fsync_dir(self.folder)
         return target
-
-    def _next_incarnation(self, clock: Clock) -> int:
-        path = self.folder / "incarnation"
-        try:
-            last = int(path.read_text())
-        except FileNotFoundError:
-            last = 0
-        except (OSError, ValueError) as error:
-            raise StoreError(
-                f"{path}: {error}; remove it, the next one is then the time"
-            ) from error
-        # The time keeps numbers growing when the folder was lost; counting, when the clock jumps.
-        incarnation = max(last + 1, int(clock.wall_s()))
-        atomic_write(path, f"{incarnation}\n".encode())
-        return incarnation

@@ -66,7 +66,7 @@ async def run_daemon(
     try:
         folder = await asyncio.to_thread(private_dir, Path(config.agent.folder))
         with lock_folder(folder):
-            home = await asyncio.to_thread(AgentHome, folder, config)
+            home = await asyncio.to_thread(AgentHome, folder, config, clock.wall_s())
             engine = engines(config, clock)
             await engine.start()
             try:

@@ -3,7 +3,7 @@
 What always holds: a start never reuses an incarnation; one result per attempt is carried over, the
 one of the newest fence; what is damaged is thrown away and logged, never used.
 
-    FOLDER/incarnation      number of starts
+    FOLDER/incarnation      how often this agent was started (or the time, if that is more)
     FOLDER/spool/           finished groups (``edge_agent.spool``)
     FOLDER/weights/         copies of the policies' weights (``edge_agent.weight_copy``)
 """
@@ -14,11 +14,12 @@ from pathlib import Path
 import structlog
 
 from edge_agent.config import AgentConfig
-from edge_agent.spool import Spool, next_incarnation
+from edge_agent.spool import Spool
 from edge_agent.weight_copy import WeightCopies
 from transport.errors import ConfigError
 from transport.keys import SignerKey, load_signers
 from transport.messages import GroupSummary
+from transport.runtime.files import next_incarnation
 
 _log = structlog.get_logger()
 
@@ -30,8 +31,8 @@ class AgentHome:
         StoreError: the disk refused.
     """
 
-    def __init__(self, folder: Path, config: AgentConfig) -> None:
-        self.incarnation = next_incarnation(folder)
+    def __init__(self, folder: Path, config: AgentConfig, wall_s: float) -> None:
+        self.incarnation = next_incarnation(folder, wall_s)
         self.spool = Spool(folder / "spool", config.agent.spool_bytes)
         self.signers: dict[str, SignerKey] = {}
         self._signers_folder = Path(config.transport.keys) / "signers"

@@ -162,23 +162,3 @@ def _parse(path: Path) -> tuple[GroupSummary, bytes]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ChecksumMismatch(f"{path}: summary: {error}") from error
     return summary, whole[_PREFIX_BYTES + size :]
-
-
-def next_incarnation(folder: Path) -> int:
-    """One more than at the last start of the agent in ``folder``, made durable before it is used.
-
-    Raises:
-        StoreError: the disk refused, or the counter is not a number.
-    """
-    path = folder / "incarnation"
-    try:
-        text = read_limited(path, 64).decode("ascii", "replace").strip()
-    except FileNotFoundError:
-        text = "0"
-    if not text.isdigit():
-        raise StoreError(
-            f"{path} holds {text[:20]!r} instead of a number: write one above every earlier one"
-        )
-    number = int(text) + 1
-    atomic_write(path, f"{number}\n".encode())
-    return number

@@ -28,10 +28,9 @@ from transport.plane_links import link_options
 from transport.runtime.clock import Clock
 from transport.runtime.files import (
     FolderLock,
-    atomic_write,
     lock_folder,
+    next_incarnation,
     private_dir,
-    read_limited,
 )
 
 T = TypeVar("T")
@@ -136,7 +135,7 @@ async def run_service(
                 key=own_key,
                 server_key=hub_key.public_key,
             ),
-            incarnation=next_incarnation(folder),
+            incarnation=next_incarnation(folder, clock.wall_s()),
             build=build_id(),
             clock=clock,
             rng=rng,
@@ -206,16 +205,3 @@ async def _receive(hub: PlaneHub, service: Service) -> None:
         for arrival in await hub.recv():
             service.arrived(arrival)
         await service.has_room()
-
-
-def next_incarnation(folder: Path) -> int:
-    """A number that grows with every start; raises StoreError when it cannot be kept."""
-    path = folder / "incarnation"
-    try:
-        last = int(read_limited(path, 32))
-    except FileNotFoundError:
-        last = 0
-    except ValueError as error:
-        raise StoreError(f"{path}: holds no number; remove it") from error
-    atomic_write(path, f"{last + 1}\n".encode())
-    return last + 1

@@ -1,13 +1,14 @@
 """Checks a weight store's folder: signatures, files, and that every chain gives what was promised.
 
 What always holds: everything that is kept is read and replayed, nothing is changed; a version
-whose files were removed by retention is no damage, one that is missing between kept ones is.
+whose files were removed by retention is no damage, one that is missing between kept ones is, and so
+is a file that the store made and still has a catalogue of: retention removes the catalogue first.
 
 Costs: the model once or twice in memory, and about a pass over it for every version.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -23,9 +24,27 @@ if TYPE_CHECKING:
     from transport.weights.state import Undo, WeightArena
 
 
+MADE: Final = (
+    "for files that the store made (composites, snapshots): nothing; while it runs it notices, "
+    "and makes them again where they are needed"
+)
+PUBLISHED: Final = (
+    "for files of the trainer: keep the store running; it goes round them over a composite or "
+    "snapshot, and writes a snapshot of the newest weights if it has those in memory; where "
+    "nothing leads to what the trainer's next version builds on, it refuses that "
+    "(store.parent_lost) and the trainer publishes its weights whole by itself"
+)
+MANIFESTS: Final = (
+    "for manifests: see that signers/ in the folder of keys has the key of every trainer; a "
+    "manifest that is still not believed comes back only from a backup"
+)
+ALWAYS: Final = "check the disk; older versions come back only from a backup of {folder}"
+
+
 class Verdict(msgspec.Struct, kw_only=True):
     """What a check of one policy found. ``replayed`` versions gave their digest, ``not_kept`` have
-    no way to them any more; ``damage`` says what is wrong, empty for a sound store."""
+    no way to them any more; ``damage`` says what is wrong and ``remedies`` what to do, both empty
+    for a sound store."""
 
     policy: str
     versions: int = 0
@@ -36,6 +55,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     files: int = 0
     file_bytes: int = 0
     damage: list[str] = []
+    remedies: list[str] = []
 
 
 class StoreCheck:
@@ -47,6 +67,7 @@ class StoreCheck:
         self._trusted = trusted
         self._reached: set[int] = set()
         self._verdict = Verdict(policy=shelf.policy, damage=list(shelf.problems))
+        self._remedies = {MANIFESTS} if shelf.problems else set[str]()
 
     def run(self) -> Verdict:
         """Reads everything; may take a while."""
@@ -57,10 +78,16 @@ class StoreCheck:
             self._check_files()
             self._replay()
             self._check_gaps()
+        if verdict.damage:
+            always = ALWAYS.format(folder=shelf.folder)
+            known = (MADE, PUBLISHED, MANIFESTS)
+            verdict.remedies = [*(text for text in known if text in self._remedies), always]
         return verdict
 
-    def _damaged(self, what: str) -> None:
+    def _damaged(self, what: str, remedy: str = "") -> None:
         self._verdict.damage.append(f"{self._shelf.policy}: {what}")
+        if remedy:
+            self._remedies.add(remedy)
 
     # ---- one by one ---------------------------------------------------------------------------
 
@@ -70,33 +97,42 @@ class StoreCheck:
             try:
                 manifest = verify(stored.signed, self._trusted)
             except FarflowError as error:
-                self._damaged(f"version {number}: {error}")
+                self._damaged(f"version {number}: {error}", MANIFESTS)
                 continue
             if manifest.policy != shelf.policy:
-                self._damaged(f"version {number}: is one of {manifest.policy}")
+                self._damaged(f"version {number}: is one of {manifest.policy}", MANIFESTS)
         for stored in (*shelf.snapshots.values(), *shelf.composites.values()):
             made = stored.manifest
             of = shelf.versions.get(made.version)
             if of is None or of.manifest.digest != made.digest:
-                self._damaged(f"a file made of version {made.version} is of another version")
+                self._damaged(f"a file made of version {made.version} is of another version", MADE)
 
     def _check_files(self) -> None:
-        entries: dict[str, FileEntry] = {}
-        for stored in (
-            *self._shelf.versions.values(),
-            *self._shelf.snapshots.values(),
-            *self._shelf.composites.values(),
-        ):
-            entries.update({entry.digest: entry for entry in stored.manifest.files})
-        for entry in entries.values():
+        shelf = self._shelf
+        published = [(entry, s) for s in shelf.versions.values() for entry in s.manifest.files]
+        made = [
+            (entry, stored)
+            for stored in (*shelf.snapshots.values(), *shelf.composites.values())
+            for entry in stored.manifest.files
+        ]
+        seen: set[str] = set()
+        for entry, stored in (*published, *made):
+            if entry.digest in seen:
+                continue
+            seen.add(entry.digest)
+            ours = not stored.signed.key_id
+            remedy = MADE if ours else PUBLISHED
+            path = shelf.blob(entry.digest)
             if not self._blobs.has(entry.digest):
+                needed = shelf.has_catalogue(stored) if ours else entry.kind == "artefact"
+                if needed:
+                    self._damaged(f"{path} ({entry.name}) is missing", remedy)
                 continue
             self._verdict.files += 1
             self._verdict.file_bytes += entry.size_bytes
             if not self._blobs.verify(entry):
-                self._shelf.damaged.add(entry.digest)
-                path = self._shelf.blob(entry.digest)
-                self._damaged(f"{path} ({entry.name}) is not what its SHA-256 says")
+                shelf.damaged.add(entry.digest)
+                self._damaged(f"{path} ({entry.name}) is not what its SHA-256 says", remedy)
 
     # ---- replay -------------------------------------------------------------------------------
 
@@ -117,7 +153,7 @@ class StoreCheck:
         try:
             arena = walk(None, self._blobs, hops)
         except FarflowError as error:
-            self._damaged(f"version {number} cannot be rebuilt: {error}")
+            self._damaged(f"version {number} cannot be rebuilt: {error}", PUBLISHED)
             return
         if number not in self._reached:
             self._reached.add(number)
@@ -160,7 +196,9 @@ class StoreCheck:
                 raise ChecksumMismatch("the full digest is another than the manifest's")
         except FarflowError as error:
             self._shelf.damaged.add(entry.digest)
-            self._damaged(f"version {number} does not follow from {manifest.parent}: {error}")
+            self._damaged(
+                f"version {number} does not follow from {manifest.parent}: {error}", PUBLISHED
+            )
             return False
         if undo is not None:
             undo.append(change)
@@ -177,7 +215,7 @@ class StoreCheck:
                 decode_delta(arena, self._blobs.data(entry.digest), stored.manifest, entry)
             except FarflowError as error:
                 self._shelf.damaged.add(entry.digest)
-                self._damaged(f"the composite from {base} to {number}: {error}")
+                self._damaged(f"the composite from {base} to {number}: {error}", MADE)
 
     def _parents(self) -> dict[int, int | None]:
         return {n: stored.manifest.parent for n, stored in self._shelf.versions.items()}
@@ -199,8 +237,8 @@ class StoreCheck:
                 if of.manifest.parent == number
             )
             if not missing:
-                self._damaged(f"version {number} cannot be rebuilt from what is kept")
+                self._damaged(f"version {number} cannot be rebuilt from what is kept", PUBLISHED)
             elif number in ends or (parent in self._reached and followed):
-                self._damaged(f"version {number}: {', '.join(missing)} is missing")
+                self._damaged(f"version {number}: {', '.join(missing)} is missing", PUBLISHED)
             else:
                 self._verdict.not_kept += 1

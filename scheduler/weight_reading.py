@@ -73,6 +73,14 @@ class PolicyShelf:
         """Where a complete file is or will be."""
         return self.folder / "blobs" / digest
 
+    def has_catalogue(self, made: StoredManifest) -> bool:
+        """Whether a catalogue of the store's is still there: a store that runs removes it before
+        the file that it describes, so that none there means retention."""
+        version, base = made.manifest.version, made.manifest.parent
+        if change_entry(made.manifest) is None:
+            return (self.folder / "snapshots" / f"{version:08d}").is_file()
+        return (self.folder / "composites" / f"{version:08d}-{base:08d}").is_file()
+
     def present(self, entries: Collection[FileEntry]) -> bool:
         """Whether there are files and all of them are there and not known to be damaged."""
         digests = [entry.digest for entry in entries]

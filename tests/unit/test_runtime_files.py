@@ -15,6 +15,7 @@ from transport.runtime.files import (
     atomic_write,
     fsync_dir,
     lock_folder,
+    next_incarnation,
     private_dir,
     read_limited,
     remove_temporaries,
@@ -160,3 +161,15 @@ def test_a_lock_ends_with_the_process_however_it_ends(tmp_path: Path) -> None:
         child.kill()
         child.wait()
     lock_folder(tmp_path).release()
+
+
+def test_life_numbers_grow_with_every_start_and_also_when_the_folder_was_lost(
+    tmp_path: Path,
+) -> None:
+    numbers = [next_incarnation(tmp_path, 1000.0) for _ in range(3)]
+    assert numbers == [1000, 1001, 1002]
+    (tmp_path / "incarnation").unlink()
+    assert next_incarnation(tmp_path, 1003.5) == 1003
+    (tmp_path / "incarnation").write_text("many\n")
+    with pytest.raises(StoreError, match="remove it"):
+        next_incarnation(tmp_path, 1004.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.spool import Spool, next_incarnation
+from edge_agent.spool import Spool
 from transport.errors import ChecksumMismatch, StoreError
 from transport.messages import GroupSummary
 from transport.trajectory import body_digest
@@ -147,10 +147,3 @@ def test_threads_may_put_at_the_same_time(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(Spool(tmp_path, LIMIT).entries()) == 8
-
-
-def test_every_start_is_a_new_incarnation(tmp_path: Path) -> None:
-    assert [next_incarnation(tmp_path) for _ in range(3)] == [1, 2, 3]
-    (tmp_path / "incarnation").write_text("many\n")
-    with pytest.raises(StoreError, match="instead of a number"):
-        next_incarnation(tmp_path)

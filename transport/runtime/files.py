@@ -111,6 +111,26 @@ def remove_temporaries(folder: Path) -> int:
     return len(leftovers)
 
 
+def next_incarnation(folder: Path, wall_s: float) -> int:
+    """A daemon's life number, made durable in ``folder`` before it is used: it grows with every
+    start, also after the folder was lost.
+
+    Raises:
+        StoreError: the disk refused, or the file holds no number.
+    """
+    path = folder / "incarnation"
+    try:
+        last = int(read_limited(path, 32))
+    except FileNotFoundError:
+        last = 0
+    except ValueError as error:
+        raise StoreError(f"{path} holds no number: remove it") from error
+    # The time keeps numbers growing when the folder was lost; counting, when the clock jumps.
+    incarnation = max(last + 1, int(wall_s))
+    atomic_write(path, f"{incarnation}\n".encode())
+    return incarnation
+
+
 def read_limited(path: Path, max_bytes: int) -> bytes:
     """The content of a regular file of at most ``max_bytes``.
 
