@@ -29,6 +29,11 @@ def load_keys(transport: TransportConfig, policy: str, *, link: str, signing: st
         raise ConfigError(f"{signing_path}: signs for {signer.policy}, trainer.policy is {policy}")
     link_path = Path(link) if link else folder / f"{name}.toml"
     pair = KeyPair.load(link_path)
+    if pair.policy is None:
+        raise ConfigError(
+            f"{link_path}: is the key of {pair.role.value} {pair.name!r}, trainer.key needs the "
+            f"one of {policy}"
+        )
     if pair.policy != policy:
         raise ConfigError(f"{link_path}: is the key of {pair.policy}, trainer.policy is {policy}")
     return TrainerKeys(pair, load_server_key(folder), signer)

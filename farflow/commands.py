@@ -219,6 +219,17 @@ def _resolve(
     file: Path, overrides: tuple[str, ...]
 ) -> tuple[list[tuple[str, Any]], dict[str, str]]:
     """Every dotted key and value of a file that passes all checks, and the origins."""
+    from transport.runtime.config import collect
+
+    data, origins = collect([file], overrides)
+    try:
+        return _checked(file, data), origins
+    except ConfigError as error:
+        raise ConfigError(f"{file}{' with --set' if overrides else ''}: {error}") from error
+
+
+def _checked(file: Path, data: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Raises ConfigError for the first key that is wrong."""
     import msgspec
 
     from cloud_trainer.config import TrainerConfig
@@ -227,9 +238,8 @@ def _resolve(
     from farflow.up_config import UpConfig, check_workflow, up_config
     from scheduler.config import SchedulerConfig
     from transport.relay_config import RelayConfig
-    from transport.runtime.config import collect, convert
+    from transport.runtime.config import convert
 
-    data, origins = collect([file], overrides)
     kinds: list[type[msgspec.Struct]] = [SchedulerConfig, AgentConfig, TrainerConfig, RelayConfig]
     spec = None
     if any(name in data for name in RUN_TABLES):
@@ -244,7 +254,7 @@ def _resolve(
     for kind in kinds:
         own = {name: data[name] for name in kind.__struct_fields__ if name in data}
         merged.update(msgspec.to_builtins(convert(own, kind)))
-    return _leaves(merged), origins
+    return _leaves(merged)
 
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

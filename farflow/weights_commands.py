@@ -41,7 +41,7 @@ _store = click.option(
     "--store",
     type=_FOLDER,
     metavar="FOLDER",
-    help="The scheduler's folder; the default is scheduler.folder.",
+    help="The scheduler's folder, or its weight-store; the default is scheduler.folder.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 
@@ -68,7 +68,9 @@ def weights_ls(
 ) -> None:
     """List the versions of every policy, and who holds them.
 
-    Who holds what is asked of the running scheduler, if there is one and the operator key is here.
+    Smaller: full weights over delta, by size. Also: what the store has of the version beside the
+    trainer's delta, "snapshot" for full weights, "from 0" for a delta from version 0. Who holds
+    what is asked of the running scheduler, if there is one and the operator key is here.
     """
     from farflow.weights_view import held_by, print_rows, status_rows, store_rows
     from transport.runtime.clock import SystemClock
@@ -106,7 +108,8 @@ def weights_show(
     store: Path | None,
     as_json: bool,
 ) -> None:
-    """Show one version: its manifest, its files, how its delta is coded."""
+    """Show one version: its manifest, the trainer's files and the store's, how its delta is
+    coded."""
     from farflow.view import human_bytes
     from farflow.weights_view import print_fields
     from scheduler.weight_describe import describe_version
@@ -116,11 +119,14 @@ def weights_show(
     if as_json:
         click.echo(json.dumps(found))
         return
-    print_fields({k: v for k, v in found.items() if k not in ("files", "coders")})
-    for entry in found["files"]:
-        where = "" if entry["kept"] else ", no longer kept"
+    print_fields({k: v for k, v in found.items() if k not in ("files", "made", "coders")})
+    for entry in (*found["files"], *found["made"]):
+        what = "file" if "base" not in entry else "made"
+        base = "" if entry.get("base") is None else f", from {entry['base']}"
+        where = "" if entry["kept"] else f", {'missing' if what == 'made' else 'no longer kept'}"
         click.echo(
-            f"file\t{entry['name']}\t{human_bytes(entry['size_bytes'])}, {entry['digest']}{where}"
+            f"{what}\t{entry['name']}{base}\t{human_bytes(entry['size_bytes'])}, "
+            f"{entry['digest']}{where}"
         )
     for coder, size in found["coders"].items():
         click.echo(f"coded\t{coder}\t{human_bytes(size)}")
@@ -179,7 +185,7 @@ def weights_verify(
     as_json: bool,
 ) -> None:
     """Check every signature, file and chain of the store, or of POLICY; exit status 1 with the
-    list of what is damaged.
+    list of what is damaged and what to do.
 
     Needs memory for the model about twice, and reads all there is.
     """
@@ -207,12 +213,14 @@ def weights_verify(
         for found in verdicts:
             size = human_bytes(found.file_bytes)
             click.echo(
-                f"{found.policy}\t{found.versions} versions, {found.replayed} replayed, "
-                f"{found.not_kept} no longer kept; {found.snapshots} snapshots, "
-                f"{found.composites} composites; {found.files} files, {size}"
+                f"{found.policy}\t{_count(found.versions, 'version')}, {found.replayed} replayed, "
+                f"{found.not_kept} no longer kept; {_count(found.snapshots, 'snapshot')}, "
+                f"{_count(found.composites, 'composite')}; {_count(found.files, 'file')}, {size}"
             )
         for line in damage:
             click.echo(f"damaged\t{line}")
+        for line in dict.fromkeys(line for found in verdicts for line in found.remedies):
+            click.echo(f"do\t{line}")
         if not damage:
             click.echo("sound" if verdicts else "no versions")
     sys.exit(1 if damage else 0)
@@ -265,10 +273,14 @@ def _reader(config: "SchedulerConfig", store: Path | None) -> "StoreReader":
             return StoreReader(folder / below)
     if store is None or not folder.is_dir():
         raise StoreError(
-            f"{folder}: no weight store is there; name the scheduler's folder with --store FOLDER "
-            "or --config FILE"
+            f"{folder}: no weight store is there; name the scheduler's folder, or its "
+            "weight-store, with --store FOLDER, or the scheduler's settings with --config FILE"
         )
     return StoreReader(folder)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _ask(config: "SchedulerConfig", key: Path | None) -> "SchedulerStatus | None":

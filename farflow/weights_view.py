@@ -17,9 +17,12 @@ Holders = Mapping[tuple[str, int], Sequence[str]]
 
 
 def held_by(status: "SchedulerStatus | None") -> dict[tuple[str, int], list[str]]:
-    """Names of the agents that serve a version, by policy and number."""
+    """Names of the agents that serve a version, by policy and number; not those that are away,
+    whom the scheduler remembers with what they had."""
     found: dict[tuple[str, int], list[str]] = {}
     for agent in status.agents if status else ():
+        if agent.state in ("gone", "lost"):
+            continue
         for policy, version in agent.versions.items():
             found.setdefault((policy, version), []).append(agent.name)
     return found

@@ -12,7 +12,10 @@ from transport.runtime.settings import Bytes, Count, DaemonConfig, Port, Positiv
 class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[scheduler]``. ``durability`` says what an acknowledged row survives. The last
     ``keep_versions`` of each policy are kept, and for agents that lag further behind up to
-    ``keep_versions_max``; ``composite_cpu_share`` of one core goes into shortcuts for them."""
+    ``keep_versions_max``; ``composite_cpu_share`` of one core goes into shortcuts for them.
+    ``weights_http_port`` serves weight files over HTTP (0: not at all) at ``weights_http_host``,
+    beyond this machine only with ``weights_http_certificate`` (PEM, with its chain) and
+    ``weights_http_key`` (PEM, unencrypted)."""
 
     folder: str = "scheduler"
     placement: Literal[

@@ -17,7 +17,7 @@ from scheduler.weight_reading import PolicyShelf
 from transport.errors import ChecksumMismatch, FarflowError
 from transport.weights.delta_file import decode_delta
 from transport.weights.digest import full_digest
-from transport.weights.manifest import FileEntry, Signer, VersionManifest, verify
+from transport.weights.manifest import Signer, VersionManifest, verify
 from transport.weights.plan import lineage
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ class StoreCheck:
             remedy = MADE if ours else PUBLISHED
             path = shelf.blob(entry.digest)
             if not self._blobs.has(entry.digest):
-                needed = shelf.has_catalogue(stored) if ours else entry.kind == "artefact"
+                kept = stored is shelf.root and entry.kind == "artefact"
+                needed = shelf.has_catalogue(stored) if ours else kept
                 if needed:
                     self._damaged(f"{path} ({entry.name}) is missing", remedy)
                 continue

@@ -5,6 +5,7 @@ bit patterns, so that -0.0 and 0.0 differ.
 """
 
 import itertools
+import math
 from typing import Any
 
 import msgspec
@@ -29,6 +30,10 @@ def describe_version(shelf: PolicyShelf, number: int) -> dict[str, Any]:
     manifest = stored.manifest
     entry = change_entry(manifest)
     coders, changed = _coding(shelf, entry) if entry else ({}, None)
+    snapshot = shelf.snapshots.get(number)
+    composites = {base: c for (base, to), c in sorted(shelf.composites.items()) if to == number}
+    made = [] if snapshot is None else [(None, snapshot)]
+    made += composites.items()
     return {
         "policy": manifest.policy,
         "run": manifest.run,
@@ -43,10 +48,14 @@ def describe_version(shelf: PolicyShelf, number: int) -> dict[str, Any]:
         "created_wall_s": manifest.created_wall_s,
         "key_id": stored.signed.key_id,
         "changed_cells": changed,
+        "cells": _cells(shelf),
         "coders": coders,
         "files": [_file(shelf, entry) for entry in manifest.files],
-        "snapshot": number in shelf.snapshots or manifest.parent is None,
-        "composites_from": sorted(base for base, to in shelf.composites if to == number),
+        "made": [
+            {"base": base, **_file(shelf, entry)}
+            for base, stored in made
+            for entry in stored.manifest.files
+        ],
     }
 
 
@@ -71,6 +80,16 @@ def _coding(shelf: PolicyShelf, entry: FileEntry) -> tuple[dict[str, int], int |
     for coder, _dtype, _spans, _changed, size_bytes, *_ in rows:
         coders[coder] = coders.get(coder, 0) + size_bytes
     return coders, sum(row[3] for row in rows)
+
+
+def _cells(shelf: PolicyShelf) -> int | None:
+    """How many cells the weights have; None while the first version's files are not there."""
+    entries = shelf.root.manifest.of_kind("snapshot")
+    shards = [entry for entry in entries if entry.name.endswith(".safetensors")]
+    if not shelf.present(shards):
+        return None
+    headers = (read_header(shelf.blobs.data(entry.digest))[0] for entry in shards)
+    return sum(math.prod(region.shape) for regions in headers for region in regions.values())
 
 
 def compare(shelf: PolicyShelf, old: int, new: int) -> list[dict[str, Any]]:

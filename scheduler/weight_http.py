@@ -210,8 +210,8 @@ class WeightHttp:
             raise _Refused(
                 401,
                 "http.unauthorised",
-                f"send the header Authorization: Bearer TOKEN; the token is in {TOKEN_NAME} of the "
-                "weight store's folder",
+                "send the header Authorization: Bearer TOKEN; the token is `token` in "
+                f"{TOKEN_NAME} of the weight store's folder",
                 **{"WWW-Authenticate": "Bearer"},
             )
         if request.method not in ("GET", "HEAD"):
@@ -246,8 +246,15 @@ class WeightHttp:
         heads = {shelf.policy: max(shelf.versions) for shelf in shelves}
         return {"policies": [{"policy": name, "head": head} for name, head in heads.items()]}
 
+    def _shelf(self, policy: str) -> PolicyShelf:
+        known = self._reader.policies()
+        if policy not in known:
+            text = f"no policy {policy!r}; known: {', '.join(known) or 'none'}"
+            raise _Refused(404, "http.not_found", text)
+        return self._reader.shelf(policy)
+
     def _versions(self, policy: str) -> dict[str, Any]:
-        shelf = self._reader.shelf(policy)
+        shelf = self._shelf(policy)
         rows = [
             {
                 "version": number,
@@ -263,7 +270,7 @@ class WeightHttp:
         return {"policy": policy, "versions": rows}
 
     def _version(self, policy: str, number: int, signed: str | None) -> dict[str, Any] | bytes:
-        shelf = self._reader.shelf(policy)
+        shelf = self._shelf(policy)
         stored = shelf.version(number)
         if signed:
             return msgspec.msgpack.encode(stored.signed)

@@ -6,6 +6,7 @@ another; a secret is not read from a file that others can read.
 
 import os
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ def load_toml(path: Path, kind: type[S], *, secret: bool = False) -> S:
     Raises:
         ConfigError: naming the file, the key in it and the remedy.
     """
+    needed = _what(kind.__struct_fields__)
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -36,6 +38,9 @@ def load_toml(path: Path, kind: type[S], *, secret: bool = False) -> S:
             f"{path}: {error.strerror}; make keys with `farflow keys create FOLDER`, or name "
             "another folder"
         ) from error
+    found = _found(content)
+    if found and needed and found != needed:
+        raise ConfigError(f"{path}: is {found}; needed is {needed}")
     if secret and mode & _OTHERS:
         raise ConfigError(
             f"{path}: others can read this secret (mode {mode & 0o777:04o}); "
@@ -47,6 +52,27 @@ def load_toml(path: Path, kind: type[S], *, secret: bool = False) -> S:
         return msgspec.convert(tomllib.loads(content.decode()), kind)
     except (ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _what(fields: Collection[str]) -> str:
+    """What kind of file has these fields, "" for one that is no key's."""
+    secret = "secret_key" in fields
+    if "role" in fields:
+        if secret:
+            return "the secret key of a process, as in keys/NAME.toml"
+        return "the public key of a process, as in authorized/NAME.toml or server.public.toml"
+    if "verify_key" in fields:
+        if secret:
+            return "a signing key, as in signing/NAME.toml"
+        return "the public half of a signing key, as in signers/NAME.toml"
+    return ""
+
+
+def _found(content: bytes) -> str:
+    try:
+        return _what(tomllib.loads(content.decode()))
+    except ValueError:
+        return ""
 
 
 def make_folder(folder: Path, mode: int) -> None:

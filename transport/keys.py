@@ -261,7 +261,8 @@ def load_relay_key(folder: Path, name: str) -> str:
     path = folder / "relays" / f"{name}.toml"
     public = load_toml(path, PublicKey)
     if public.role is not Role.RELAY:
-        raise ConfigError(f"{path}: is the key of a {public.role.value}, not of a relay")
+        owner = f"{public.role.value} {public.name!r}"
+        raise ConfigError(f"{path}: is the key of {owner}, not of a relay")
     return public.public_key
 
 

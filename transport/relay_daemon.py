@@ -298,7 +298,8 @@ async def run_daemon(
     key = KeyPair.load(Path(config.relay.key))
     if key.role is not Role.RELAY:
         raise ConfigError(
-            f"{config.relay.key}: is the key of a {key.role.value}, relay.key needs a relay's"
+            f"{config.relay.key}: is the key of {key.role.value} {key.name!r}, relay.key needs a "
+            "relay's"
         )
     clock = SystemClock() if clock is None else clock
     own_network = network is None

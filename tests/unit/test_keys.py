@@ -234,7 +234,7 @@ def test_one_bad_file_costs_only_itself_and_is_named(folder):
     texts = " ".join(allowed.warnings)
     assert len(allowed.warnings) == 3
     assert all(name in texts for name in ("bad.toml", "secret.toml", "renamed.toml"))
-    assert "secret_key" in texts
+    assert "secret.toml: is the secret key of a process" in texts
 
 
 def test_a_link_to_nothing_hides_no_later_change(folder):

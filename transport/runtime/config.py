@@ -7,10 +7,12 @@ each value came from.
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -40,6 +42,8 @@ TABLES = frozenset(
 
 _ENVIRONMENT_PREFIX = "FARFLOW_"
 _MAX_FILE_BYTES = 1 << 20
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_PART = re.compile(r"\.[^.\[]+|\[[^\]]*\]")
 
 
 class Resolved(Generic[T]):
@@ -152,9 +156,15 @@ def convert(data: Mapping[str, Any], kind: type[T], where: str = "") -> T:
     try:
         return msgspec.convert(prepared, kind)
     except msgspec.ValidationError as error:
-        message = str(error)
-        reason, _, path = message.partition(" - at `$")
-        key = f"{where}{path.rstrip('`')}".lstrip(".") or where or "the file"
+        reason, _, path = str(error).partition(" - at `$")
+        path = path.rstrip("`")
+        if reason.startswith("Invalid enum value"):
+            reason += f"; allowed are {', '.join(_allowed(_type_at(kind, path)))}"
+        elif unknown := _UNKNOWN.fullmatch(reason):
+            known = getattr(_struct_of(_type_at(kind, path)), "__struct_fields__", ())
+            path += f".{unknown[1]}"
+            reason = f"unknown key; known are {', '.join(sorted(known))}"
+        key = f"{where}{path}".lstrip(".") or where or "the file"
         raise ConfigError(f"{key}: {reason}") from error
 
 
@@ -183,7 +193,15 @@ def _strict(value: Any, kind: Any, where: str) -> Any:
             inner_struct = _struct_of(item)
             if inner_struct is not None:
                 for key, inner in value.items():
-                    convert(inner, inner_struct, f"{where}.{key}".lstrip("."))
+                    try:
+                        convert(inner, inner_struct, f"{where}.{key}".lstrip("."))
+                    except ConfigError as error:
+                        others = ", ".join(sorted(name for name in value if name != key))
+                        if "missing required field" not in str(error) or not others:
+                            raise
+                        raise ConfigError(
+                            f"{error}; or is one of these meant: {others}?"
+                        ) from error
             return {k: _strict(v, item, f"{where}.{k}".lstrip(".")) for k, v in value.items()}
         return value
     fields = {field.encode_name: field for field in msgspec.structs.fields(struct)}
@@ -213,6 +231,27 @@ def _mapping_value(kind: Any) -> Any | None:
     if getattr(kind, "__origin__", None) is dict:
         return kind.__args__[1]
     return None
+
+
+def _type_at(kind: Any, path: str) -> Any:
+    """The type at a path in msgspec's form, as in ``.relays[0].name`` or ``.links[...].rate``."""
+    for part in _PART.findall(path):
+        if part.startswith("["):
+            kind = next((a for a in reversed(getattr(kind, "__args__", ())) if a is not ...), None)
+            continue
+        struct = _struct_of(kind)
+        fields = msgspec.structs.fields(struct) if struct is not None else ()
+        kind = next((f.type for f in fields if f.encode_name == part[1:]), None)
+    return kind
+
+
+def _allowed(kind: Any) -> list[str]:
+    """Values of a ``Literal`` or ``Enum``, or of the one in a union."""
+    if get_origin(kind) is Literal:
+        return [str(value) for value in get_args(kind)]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [str(member.value) for member in kind]
+    return [value for part in get_args(kind) for value in _allowed(part)]
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> list[str]:
