@@ -15,6 +15,7 @@ from scheduler.weight_policy import change_entry
 from scheduler.weight_reading import PolicyShelf
 from transport.errors import StoreError
 from transport.weights.manifest import FileEntry
+from transport.weights.manifest_folder import StoredManifest
 from transport.weights.plan import Route, lineage
 from transport.weights.tensors import read_header
 
@@ -31,9 +32,9 @@ def describe_version(shelf: PolicyShelf, number: int) -> dict[str, Any]:
     entry = change_entry(manifest)
     coders, changed = _coding(shelf, entry) if entry else ({}, None)
     snapshot = shelf.snapshots.get(number)
-    composites = {base: c for (base, to), c in sorted(shelf.composites.items()) if to == number}
-    made = [] if snapshot is None else [(None, snapshot)]
-    made += composites.items()
+    made: list[tuple[int | None, StoredManifest]] = []
+    made += [] if snapshot is None else [(None, snapshot)]
+    made += [(base, c) for (base, to), c in sorted(shelf.composites.items()) if to == number]
     return {
         "policy": manifest.policy,
         "run": manifest.run,

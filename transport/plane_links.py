@@ -23,6 +23,7 @@ from transport.runtime.settings import TransportConfig
 
 _HEARTBEATS_MISSED = 3
 _SAY_WHY_S = 5.0
+_MAX_SAY_WHY_S = 300.0
 BULK_MESSAGES = 1000
 """What is under way on the bulk planes is bounded in bytes, by credits; small requests for it must
 not be refused because sixteen of them, a plane's own window, are."""
@@ -42,6 +43,19 @@ def link_options(transport: TransportConfig, plane: Plane) -> LinkOptions:
 def bracketed(host: str) -> str:
     """``host`` as it stands before a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+async def connected(link: Link, say_why: Callable[[str], None]) -> None:
+    """Wait for the connection; ``say_why`` hears now and then, more and more rarely, why there is
+    none. Raises LinkClosed after ``close``."""
+    wait_s = _SAY_WHY_S
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await link.wait_connected()
+                return
+        say_why(link.last_failure or "no answer")
+        wait_s = min(2 * wait_s, _MAX_SAY_WHY_S)
 
 
 class PlaneLinks:
@@ -125,18 +139,14 @@ class PlaneLinks:
                     return
 
     async def _connected(self, plane: Plane, link: Link) -> None:
-        """Wait for the connection, and say now and then why there is none."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_SAY_WHY_S):
-                    await link.wait_connected()
-                    return
+        def say(reason: str) -> None:
             _log.warning(
-                "link.not_connected", plane=plane.value, port=self._ports[plane],
-                reason=link.last_failure or "no answer",
+                "link.not_connected", plane=plane.value, port=self._ports[plane], reason=reason,
                 remedy="check transport.host and port, and that the scheduler's keys/authorized"
                 " holds our public key",
             )  # fmt: skip
+
+        await connected(link, say)
 
     def renew(self, plane: Plane) -> None:
         """Start again with a new connection."""

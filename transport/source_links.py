@@ -10,6 +10,7 @@ each connection keeps its window from one fetch to the next.
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -23,7 +24,13 @@ from transport.keys import KeyPair, load_relay_key
 from transport.lanes import LanePlan
 from transport.links import Link, Network
 from transport.messages import Chunk, ChunkRequest, Plane
-from transport.plane_links import BULK_MESSAGES, PlaneLinks, bracketed, link_options
+from transport.plane_links import (
+    BULK_MESSAGES,
+    PlaneLinks,
+    bracketed,
+    connected,
+    link_options,
+)
 from transport.runtime.clock import Clock
 from transport.runtime.settings import RelayAddress, TransportConfig
 
@@ -212,13 +219,22 @@ class SourceLinks:
     async def _watch(self, name: SourceId, link: Link) -> None:
         while True:
             try:
-                await link.wait_connected()
+                await connected(link, partial(_say_why, name))
+                _log.info("source.up", source=name)
                 self._changed(name, True)
                 await link.wait_disconnected()
             except LinkClosed:
                 return
             _log.warning("source.down", source=name, reason=link.last_failure)
             self._changed(name, False)
+
+
+def _say_why(name: SourceId, reason: str) -> None:
+    _log.warning(
+        "source.not_connected", source=name, reason=reason,
+        remedy="weights come from the store meanwhile; for a relay check its host and port, that"
+        " our keys/relays has its public key, and that its keys/authorized has ours",
+    )  # fmt: skip
 
 
 async def _closed(connection: _Connection) -> None:

@@ -151,7 +151,9 @@ class WeightPlane(RuleBasedStateMachine):
             manifest=offer.manifest, signature=offer.signature, key_id=offer.key_id
         )
         blobs = self.store.blobs(POLICY)
-        for entry in self.outbox.manifest(order.version).files:
+        manifest = self.outbox.manifest(order.version)
+        self.store.awaits_whole(manifest)  # as the intake does with every offer
+        for entry in manifest.files:
             for index in range(len(entry.chunk_digests)):
                 data = self.outbox.read_chunk(entry.digest, index)
                 blobs.write_chunk(entry, index, data)

@@ -361,3 +361,18 @@ def test_a_bad_policy_id_is_refused(tmp_path, policy):
 
 def test_a_trainers_key_is_named_after_its_policy():
     assert trainer_name(POLICY) == "trainer-arithmetic-solver"
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "found"),
+    [
+        (KeyPair.load, "server.public.toml", "is the public key of a process, .*needed is the sec"),
+        (KeyPair.load, "signing/trainer-r-p.toml", "is a signing key"),
+        (SigningKey.load, "trainer-r-p.toml", "is the secret key of a process"),
+        (SigningKey.load, "signers/trainer-r-p.toml", "is the public half of a signing key"),
+    ],
+)
+def test_the_wrong_kind_of_key_file_is_named(tmp_path, load, name, found):
+    create_keys(tmp_path, trainers=("r/p",))
+    with pytest.raises(ConfigError, match=found):
+        load(tmp_path / name)

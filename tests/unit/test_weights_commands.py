@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -11,6 +12,7 @@ from weight_folder import KEY, POLICY, WeightFolder
 from farflow import weights_commands
 from farflow.weights_commands import weights_group
 from farflow.weights_view import held_by, print_rows, status_rows, store_rows
+from scheduler.weight_composites import write_snapshot
 from scheduler.weight_reading import StoreReader
 from scheduler.weight_upkeep import Asked
 from transport.errors import ConfigError, StoreError
@@ -19,6 +21,8 @@ from transport.keys import create_keys
 from transport.status import AgentStatus, PolicyStatus, RunStatus, SchedulerStatus
 from transport.weights.digest import state_digest
 from transport.weights.folder import read_model_folder
+from transport.weights.manifest import SignedManifest
+from transport.weights.manifest_folder import ManifestFolder
 from transport.weights.publication import build_delta_version, build_version0
 from transport.weights.tensors import TensorBytes
 
@@ -84,6 +88,7 @@ def test_a_version_is_shown_with_its_files_and_coders(made, weights):
     shown = as_json(weights("show", POLICY, "2", "--json"))
     assert (shown["digest"], shown["parent"], shown["key_id"]) == (manifest.digest, 1, KEY.key_id)
     assert shown["changed_cells"] == made.publications[2].delta.changed_cells
+    assert shown["cells"] == sum(t.cells().size for t in made.states[2].values())
     assert shown["coders"] == dict(made.publications[2].delta.coded_bytes)
     assert [(f["digest"], f["kept"]) for f in shown["files"]] == [(manifest.files[0].digest, True)]
     first = as_json(weights("show", POLICY, "0", "--json"))
@@ -139,17 +144,58 @@ def test_what_the_store_made_itself_is_listed_offered_and_verified(tmp_path, wei
     assert (verdict["replayed"], verdict["damage"]) == (13, [])
     assert verdict["composites"] == len(composites)
     base, to = composites[0]
-    [entry] = StoreReader(folder.folder).shelf(POLICY).composites[base, to].manifest.files
-    damage(folder.blob(entry.digest))
+    catalogue = StoreReader(folder.folder).shelf(POLICY).composites[base, to]
+    [entry] = catalogue.manifest.files
+    made = as_json(weights("show", POLICY, str(to), "--json", *store))["made"]
+    assert (base, entry.name, entry.digest, True) in [
+        (file["base"], file["name"], file["digest"], file["kept"]) for file in made
+    ]
+    _, text = weights("show", POLICY, str(to), *store)
+    assert f"made\t{entry.name}, from {base}\t" in text
+    path = folder.blob(entry.digest)
+    damage(path)
     status, text = weights("verify", *store)
     assert (status, text.count("damaged\t")) == (1, 1)
     assert entry.name in text
+    path.unlink()
+    status, text = weights("verify", *store)
+    assert (status, text.count("damaged\t")) == (1, 1)
+    assert f"{path} ({entry.name}) is missing" in text
+    assert [line[:3] for line in text.splitlines() if line.startswith("do\t")] == ["do\t"] * 2
+    assert "makes them again" in text
+    next(folder.folder.glob(f"*/composites/{to:08d}-{base:08d}")).unlink()  # as retention does
+    status, text = weights("verify", *store)
+    assert (status, text.splitlines()[-1]) == (0, "sound")
+
+
+def test_a_snapshot_of_the_stores_that_is_missing_is_damage(tmp_path, weights, made):
+    shelf = StoreReader(made.folder).shelf(POLICY)
+    snapshot = write_snapshot(shelf.blobs, made.states[3], shelf.versions[3].manifest)
+    [entry] = snapshot.files
+    unsigned = SignedManifest(msgspec.msgpack.encode(snapshot), signature=b"", key_id="")
+    ManifestFolder(shelf.folder / "snapshots").write(3, unsigned)
+    assert weights("verify")[0] == 0
+    made.blob(entry.digest).unlink()
+    status, text = weights("verify")
+    assert (status, text.count("damaged\t")) == (1, 1)
+    assert f"{entry.digest} ({entry.name}) is missing" in text
+
+
+def test_a_missing_tokenizer_is_damage(weights, made):
+    [entry] = [
+        e for e in made.publications[0].manifest.of_kind("artefact") if e.name == "tokenizer.json"
+    ]
+    made.blob(entry.digest).unlink()
+    status, text = weights("verify")
+    assert status == 1
+    assert "(tokenizer.json) is missing" in text
 
 
 def status_of_two_agents():
-    def agent(name, version):
+    def agent(name, version, state="ready"):
         fields = dict.fromkeys(AgentStatus.__struct_fields__, 0)
-        return AgentStatus(**{**fields, "name": name, "versions": {POLICY: version}})
+        more = {"name": name, "state": state, "versions": {POLICY: version}}
+        return AgentStatus(**{**fields, **more})
 
     policy = PolicyStatus(
         **{
@@ -161,7 +207,7 @@ def status_of_two_agents():
     )
     run = RunStatus(name="r", state="running", reason="", policies=(policy,), accounting=())
     return SchedulerStatus(
-        term=1, build="", uptime_s=1.0, runs=(run,), agents=(agent("a", 2), agent("b", 3)),
+        term=1, build="", uptime_s=1.0, runs=(run,), agents=(agent("a", 2), agent("b", 3), agent("c", 3, "gone"), agent("d", 1, "lost")),
         counters={},
     )  # fmt: skip
 
@@ -207,6 +253,8 @@ def test_a_damaged_delta_is_named_with_what_hangs_on_it(made, weights):
     for number in (2, 3, 4):
         assert any(f"version {number} cannot be rebuilt" in line for line in lines)
     assert not any("version 1 " in line for line in lines)
+    assert "do\tfor files of the trainer: keep the store running" in text
+    assert "from a backup of" in text
     with pytest.raises(StoreError, match="version 3"):
         weights("export", POLICY, "3", str(made.folder.parent / "out"))
 
