@@ -6,7 +6,7 @@ bit patterns, so that -0.0 and 0.0 differ.
 
 import itertools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -15,9 +15,11 @@ from scheduler.weight_policy import change_entry
 from scheduler.weight_reading import PolicyShelf
 from transport.errors import StoreError
 from transport.weights.manifest import FileEntry
-from transport.weights.manifest_folder import StoredManifest
 from transport.weights.plan import Route, lineage
 from transport.weights.tensors import read_header
+
+if TYPE_CHECKING:
+    from transport.weights.manifest_folder import StoredManifest
 
 
 def describe_version(shelf: PolicyShelf, number: int) -> dict[str, Any]:

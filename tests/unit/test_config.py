@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from edge_agent.config import AgentConfig
+from farflow.commands import config_check
 from farflow.reference import reference
 from farflow.run_file import run_spec
 from farflow.up_config import check_workflow, up_config
@@ -227,3 +229,9 @@ def test_a_model_that_does_not_load_ends_a_daemon_like_a_wrong_configuration() -
     with pytest.raises(SystemExit) as ended, foreseen_errors("trainer"):
         raise ModelError("folder/model.safetensors: truncated")
     assert ended.value.code == 78
+
+
+def test_config_check_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "[scheduler]\nleese_s = 3")
+    with pytest.raises(ConfigError, match=r"file\.toml: scheduler\.leese_s: unknown key"):
+        CliRunner().invoke(config_check, [str(path)], catch_exceptions=False)

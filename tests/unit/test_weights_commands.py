@@ -172,7 +172,7 @@ def test_a_snapshot_of_the_stores_that_is_missing_is_damage(tmp_path, weights, m
     shelf = StoreReader(made.folder).shelf(POLICY)
     snapshot = write_snapshot(shelf.blobs, made.states[3], shelf.versions[3].manifest)
     [entry] = snapshot.files
-    unsigned = SignedManifest(msgspec.msgpack.encode(snapshot), signature=b"", key_id="")
+    unsigned = SignedManifest(manifest=msgspec.msgpack.encode(snapshot), signature=b"", key_id="")
     ManifestFolder(shelf.folder / "snapshots").write(3, unsigned)
     assert weights("verify")[0] == 0
     made.blob(entry.digest).unlink()
@@ -206,9 +206,9 @@ def status_of_two_agents():
         }
     )
     run = RunStatus(name="r", state="running", reason="", policies=(policy,), accounting=())
+    agents = (agent("a", 2), agent("b", 3), agent("c", 3, "gone"), agent("d", 1, "lost"))
     return SchedulerStatus(
-        term=1, build="", uptime_s=1.0, runs=(run,), agents=(agent("a", 2), agent("b", 3), agent("c", 3, "gone"), agent("d", 1, "lost")),
-        counters={},
+        term=1, build="", uptime_s=1.0, runs=(run,), agents=agents, counters={}
     )  # fmt: skip
 
 
