@@ -296,6 +296,10 @@ class PolicyVersions:
         """Whether a version's weights are those in memory."""
         return self.head is not None and self.head.version == version
 
+    def reaches(self, version: int) -> bool:
+        """Whether a version's weights are in memory, or intact files lead to them."""
+        return self.holds(version) or self.route(version) is not None
+
     def is_made_here(self, version: int) -> bool:
         """Whether the snapshot of a version is the store's own."""
         return not self.snapshots[version].signed.key_id

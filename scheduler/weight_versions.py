@@ -128,7 +128,8 @@ class WeightVersions:
         if known is not None and again and not self.awaits_whole(manifest):
             return known.manifest
         if not again:
-            check_successor(manifest, p.versions)
+            lost = bool(p.versions) and not p.reaches(p.newest)
+            check_successor(manifest, p.versions, lost=lost)
             if manifest.parent is not None and not p.holds(manifest.parent):
                 try:
                     p.head = self._built(p, manifest.parent)
@@ -144,7 +145,7 @@ class WeightVersions:
                     raise TruncatedBlob(f"{entry.name} of version {manifest.version} is missing")
             if known is not None and again:
                 restore(p, known.manifest, manifest, threads=self._threads)
-            elif p.head is None:
+            elif p.head is None or manifest.parent is None:
                 p.head = first(p, signed, manifest, threads=self._threads)
             else:
                 advance(p, p.head, signed, manifest, threads=self._threads)
@@ -162,7 +163,7 @@ class WeightVersions:
         shards = manifest.of_kind("snapshot")
         if p is None or not shards or manifest.version not in p.versions:
             return False
-        if p.holds(manifest.version) or p.route(manifest.version) is not None:
+        if p.reaches(manifest.version):
             return False
         p.forget_damaged(manifest.files)
         return True

@@ -463,7 +463,7 @@ def test_keys_are_checked_before_anything_starts(tmp_path: Path) -> None:
     transport = TransportConfig(keys=str(tmp_path))
     with pytest.raises(ConfigError, match=r"agent\.key: name the agent's key file"):
         load_keys(transport, "")
-    with pytest.raises(ConfigError, match="key of a operator"):
+    with pytest.raises(ConfigError, match="key of role operator"):
         load_keys(transport, str(tmp_path / "operator.toml"))
     pair, server = load_keys(transport, str(tmp_path / "near.toml"))
     assert pair.name == "near"

@@ -8,6 +8,7 @@ import pytest
 from signing import signing_key
 from version_store import (
     KEY,
+    PLACE,
     POLICY,
     TRUSTED,
     Publisher,
@@ -25,6 +26,7 @@ from transport.errors import (
     AuthenticationFailed,
     ChecksumMismatch,
     IntegrityError,
+    ParentLost,
     RemoteProtocolError,
     StoreError,
     TruncatedBlob,
@@ -33,6 +35,7 @@ from transport.weights.delta_file import encode_delta
 from transport.weights.folder import read_model_folder
 from transport.weights.manifest import DELTA_NAME, describe_file, sign
 from transport.weights.plan import check_plan
+from transport.weights.publication import build_version0
 from transport.weights.tensors import TensorBytes
 
 
@@ -380,3 +383,32 @@ def test_scrubbing_finds_what_nobody_reads_a_part_at_a_time(tmp_path):
     assert [store.is_damaged(m.files[0].digest) for m in store.versions(POLICY)].count(True) == 1
     assert store.maintain(POLICY) >= 0
     assert store.reconstruct(POLICY, 3) == publisher.states[3]
+
+
+def test_when_the_newest_version_is_lost_the_trainer_goes_on_from_another_root(tmp_path):
+    publisher = Publisher(tmp_path / "model")
+    filled(opened(tmp_path / "store"), publisher, 2)
+    blobs = opened(tmp_path / "store").blobs(POLICY)
+    for manifest in (publisher.publications[v].manifest for v in (0, 1, 2)):
+        for entry in manifest.files:
+            if entry.kind != "artefact":
+                blobs.path(entry.digest).write_bytes(b"x" * entry.size_bytes)
+    store = opened(tmp_path / "store")
+    with pytest.raises(ParentLost):
+        add(store, publisher.next(3))
+    whole = build_version0(tmp_path / "model", tensors=publisher.states[3], **PLACE, version=5)
+    assert add(store, whole).parent is None
+    publisher.states[5] = publisher.states[3]
+    assert add(store, publisher.next(6, parent=5)).version == 6
+    store = opened(tmp_path / "store")
+    held = publisher.publications[2].manifest
+    for have in ((None, ""), (2, held.digest)):
+        arena = follow(store, store.plan(POLICY, *have), tmp_path / f"agent{have[0]}")
+        assert (arena.version, dict(arena.tensors)) == (6, publisher.states[6])
+    make_all(store, Asked(2, 6))
+    store.maintain(POLICY, acked=[2])
+    assert store.reconstruct(POLICY, 6) == publisher.states[6]
+    # A second root is for that need only.
+    again = build_version0(tmp_path / "model", tensors=publisher.states[6], **PLACE, version=7)
+    with pytest.raises(RemoteProtocolError, match="has no parent"):
+        add(store, again)

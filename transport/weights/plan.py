@@ -138,9 +138,12 @@ def cheapest_route(
     return None
 
 
-def check_successor(manifest: VersionManifest, versions: Mapping[int, StoredManifest]) -> None:
+def check_successor(
+    manifest: VersionManifest, versions: Mapping[int, StoredManifest], *, lost: bool = False
+) -> None:
     """Whether a version may join the tree of stored ones: a new number, and either the root with
-    a snapshot or a delta against a stored parent.
+    a snapshot or a delta against a stored parent. Where nothing leads to the newest one any more
+    (``lost``) another root may come: the trainer goes on from a state that is known as a whole.
 
     Raises:
         RemoteProtocolError: it may not; says why.
@@ -151,7 +154,7 @@ def check_successor(manifest: VersionManifest, versions: Mapping[int, StoredMani
         raise RemoteProtocolError(f"{where}: the number is used; the next one is {free}")
     kinds = {entry.kind for entry in manifest.files}
     if manifest.parent is None:
-        if versions:
+        if versions and not lost:
             raise RemoteProtocolError(f"{where} has no parent, but versions exist")
         if "snapshot" not in kinds or "delta" in kinds:
             raise RemoteProtocolError(f"{where} needs a snapshot and no delta")
