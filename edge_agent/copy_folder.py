@@ -20,7 +20,12 @@ from transport.messages import VersionRef
 from transport.weights.blobs import BlobFolder, disk_errors, write_durably
 from transport.weights.delta_file import decode_delta
 from transport.weights.digest import full_digest
-from transport.weights.folder import check_artefacts, link_model_folder, write_model_folder
+from transport.weights.folder import (
+    check_artefacts,
+    link_model_folder,
+    remove_unfinished,
+    write_model_folder,
+)
 from transport.weights.manifest import FileEntry, SignedManifest, VersionManifest
 from transport.weights.manifest_folder import StoredManifest, read_trusted
 from transport.weights.state import WeightArena
@@ -134,6 +139,7 @@ class CopyFolder:
             for path in self.path.glob("base-*"):
                 if path != copy.base:
                     shutil.rmtree(path)
+        remove_unfinished(self.path)
 
     def linked_base(self, snapshot: StoredManifest, artefacts: Mapping[str, Path]) -> Path:
         """A new base out of verified files, linked, not copied. Raises StoreError."""

@@ -30,13 +30,15 @@ MADE: Final = (
 )
 PUBLISHED: Final = (
     "for files of the trainer: keep the store running; it goes round them over a composite or "
-    "snapshot, and writes a snapshot of the newest weights if it has those in memory; where "
-    "nothing leads to what the trainer's next version builds on, it refuses that "
+    "snapshot, and writes a snapshot of the newest weights if it has those undamaged in memory; "
+    "where nothing leads to what the trainer's next version builds on, it refuses that "
     "(store.parent_lost) and the trainer publishes its weights whole by itself"
 )
 MANIFESTS: Final = (
-    "for manifests: see that signers/ in the folder of keys has the key of every trainer; a "
-    "manifest that is still not believed comes back only from a backup"
+    "for manifests: see that signers/ in the folder of keys has the key of every trainer; what a "
+    "manifest that is still not believed led to is refused after the store's next start "
+    "(store.parent_lost), and the trainer publishes its weights whole by itself; the manifest "
+    "comes back only from a backup"
 )
 ALWAYS: Final = "check the disk; older versions come back only from a backup of {folder}"
 
@@ -78,6 +80,12 @@ class StoreCheck:
             self._check_files()
             self._replay()
             self._check_gaps()
+        elif nameless := shelf.nameless():
+            self._damaged(
+                f"{len(nameless)} files in {shelf.folder / 'blobs'} and no manifest that can be "
+                "read names them (harmless only while the very first version is coming in)",
+                MANIFESTS,
+            )
         if verdict.damage:
             always = ALWAYS.format(folder=shelf.folder)
             known = (MADE, PUBLISHED, MANIFESTS)

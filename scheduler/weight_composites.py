@@ -28,7 +28,7 @@ from transport.weights.delta_encode import (
     encode_segments,
     span_cells,
 )
-from transport.weights.digest import StateDigest
+from transport.weights.digest import StateDigest, full_digest
 from transport.weights.folder import snapshot_files
 from transport.weights.layout import plan_segments
 from transport.weights.manifest import INDEX_NAME, VersionManifest, composite_name
@@ -162,9 +162,27 @@ def perform(job: Job, stop: threading.Event) -> VersionManifest:
 
 
 def write_snapshot(
-    blobs: BlobFolder, tensors: Mapping[str, TensorBytes], version: VersionManifest
+    blobs: BlobFolder,
+    tensors: Mapping[str, TensorBytes],
+    version: VersionManifest,
+    *,
+    threads: int = 1,
 ) -> VersionManifest:
-    """Store a version's full weights; the catalogue. Raises StoreError."""
+    """Store a version's full weights; the catalogue. They are read once more before: a mapped file
+    may have rotted since it was.
+
+    Raises:
+        ChecksumMismatch: they are no longer the version's; nothing was written.
+        StoreError: the disk refused.
+    """
+    found = StateDigest.of(tensors, threads=threads).hex
+    full = version.full_digest
+    if found != version.digest or (
+        full is not None and full_digest(tensors, threads=threads) != full
+    ):
+        raise ChecksumMismatch(
+            f"the weights of version {version.version} of {version.policy} in memory are damaged"
+        )
     entries = tuple(
         blobs.store(name, "snapshot", parts) for name, parts in snapshot_files(tensors).items()
     )

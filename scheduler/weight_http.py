@@ -15,6 +15,7 @@ back; without TLS only this machine is served (``SchedulerTable`` refuses anythi
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 import re
 from collections import Counter
@@ -45,6 +46,7 @@ PIECE_BYTES: Final = 1 << 18
 RETRY_AFTER: Final = "2"  # seconds
 
 _FILE = re.compile(r"/v1/files/([0-9a-f]{64})")
+_NO_BYTES = re.compile(r"\s*bytes\s*=\s*-0+\s*")  # the last 0 bytes, not all
 _VERSIONS = re.compile(
     r"/v1/([a-z0-9][a-z0-9._-]{0,47}/[a-z0-9][a-z0-9._-]{0,47})/versions"
     r"(?:/(\d{1,18})(/signed)?)?"
@@ -122,7 +124,7 @@ class WeightHttp:
         """Raises ConfigError when the address cannot be used."""
         from aiohttp import web
 
-        outer = self
+        outer, loop = self, asyncio.get_running_loop()
 
         class Server(web.Server):
             """Bounds connections before a byte of theirs is looked at."""
@@ -131,18 +133,18 @@ class WeightHttp:
                 super().connection_made(handler, transport)
                 if len(self.connections) > outer._max_connections:
                     outer.counters["too_many_connections"] += 1
-                    transport.abort()
+                    loop.call_soon(transport.abort)  # its task must have started to end well
                     return
-                outer._silent[handler] = asyncio.get_running_loop().call_later(
-                    FIRST_REQUEST_S, transport.abort
-                )
+                outer._silent[handler] = loop.call_later(FIRST_REQUEST_S, transport.abort)
 
             def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
                 outer._heard(handler)
                 super().connection_lost(handler, exc)
 
+        logger = logging.getLogger(__name__)
+        logger.addFilter(_without_nonsense)
         runner = web.ServerRunner(
-            Server(self._handle, access_log=None, keepalive_timeout=KEEPALIVE_S),
+            Server(self._handle, access_log=None, keepalive_timeout=KEEPALIVE_S, logger=logger),
             shutdown_timeout=1.0,
         )
         await runner.setup()
@@ -348,6 +350,17 @@ class WeightHttp:
         return response
 
 
+def _without_nonsense(record: logging.LogRecord) -> bool:
+    """A log filter: requests that are not HTTP are one line, not a traceback of the parser's."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError):
+        return True
+    _log.debug("weight_http.malformed", reason=f"{type(error).__name__}, status {error.code}")
+    return False
+
+
 def _listed(header: str) -> set[str]:
     return {part.strip().removeprefix("W/") for part in header.split(",")}
 
@@ -355,7 +368,8 @@ def _listed(header: str) -> set[str]:
 def _range(request: "web.BaseRequest", size: int) -> tuple[int, int]:
     """First byte and the one behind the last of the one range that was asked for."""
     try:
-        asked = request.http_range
+        last = _NO_BYTES.fullmatch(request.headers["Range"])
+        asked = slice(size, size) if last else request.http_range
     except ValueError:
         asked = slice(size, size)
     start = size if asked.start is None else asked.start

@@ -213,7 +213,8 @@ class Intake:
         same = known.get(manifest.version)
         if same is not None and same.digest == manifest.digest:
             return manifest, not self._versions.awaits_whole(manifest)
-        if known and manifest.version <= max(known):
+        used = known and manifest.version <= max(known)
+        if used and not self._versions.awaits_whole(manifest):
             raise RemoteProtocolError(
                 f"version {manifest.version} of {manifest.policy}: the number is used; "
                 f"the next one is {max(known) + 1}"

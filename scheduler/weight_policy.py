@@ -17,11 +17,12 @@ from pathlib import Path
 
 import msgspec
 
+from scheduler.weight_lost import believed, numbered_files
 from transport.errors import IntegrityError, StoreError
 from transport.messages import PlanStep
 from transport.weights.blobs import BlobFolder
 from transport.weights.delta_file import decode_delta
-from transport.weights.manifest import FileEntry, SignedManifest, VersionManifest
+from transport.weights.manifest import FileEntry, SignedManifest, Signer, VersionManifest
 from transport.weights.manifest_folder import ManifestFolder, StoredManifest
 from transport.weights.patch import Patch
 from transport.weights.plan import Leg, Route, cheapest_route
@@ -95,8 +96,9 @@ class PolicyVersions:
     """Belongs to one thread; another may call ``mark_damaged``. ``head`` is the arena of the
     version that was added last, None until one was needed."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        """Load what is on disk; ``problems`` says what of it is not used.
+    def __init__(self, name: str, folder: Path, trusted: Mapping[str, Signer]) -> None:
+        """Load what is on disk; ``problems`` says what of it is not used. A version whose manifest
+        is damaged (``trusted`` by key id) is ``lost``: not there, but its number is taken.
 
         Raises:
             StoreError: the folder cannot be used.
@@ -105,6 +107,7 @@ class PolicyVersions:
         self.blobs = BlobFolder(folder / "blobs")
         self.versions: dict[int, StoredManifest] = {}  # rising numbers
         self.parents: dict[int, int | None] = {}
+        self.lost: set[int] = set()
         self.snapshots: dict[int, StoredManifest] = {}
         self.composites: dict[tuple[int, int], StoredManifest] = {}  # (base, version)
         self.files: dict[str, FileEntry] = {}
@@ -120,13 +123,18 @@ class PolicyVersions:
         self._manifests = ManifestFolder(folder / "manifests")
         self._snapshots = ManifestFolder(folder / "snapshots")
         self._composites = ManifestFolder(folder / "composites")
-        self._load()
+        self._load(trusted)
 
-    def _load(self) -> None:
-        for stored in self._loaded(self._manifests):
+    def _load(self, trusted: Mapping[str, Signer]) -> None:
+        found, folder = self._loaded(self._manifests), self._manifests.folder
+        numbers = numbered_files(folder)
+        good, problems = believed(found, self.name, folder, numbers, trusted)
+        self.problems.extend(problems)
+        for stored in good:
             self._register(stored)
+        self.lost = numbers - self.versions.keys()
         for stored in self._loaded(self._snapshots):
-            if self._agrees(stored):
+            if self._agrees(stored) and stored.manifest.version not in self.snapshots:
                 self._register_snapshot(stored)
         for stored in self._loaded(self._composites):
             if self._agrees(stored):
@@ -153,7 +161,14 @@ class PolicyVersions:
 
     @property
     def root(self) -> StoredManifest:
-        return self.versions[min(self.versions)]
+        """The first version, or the first that came whole where that is lost."""
+        whole = (number for number, parent in self.parents.items() if parent is None)
+        return self.versions[min(whole, default=min(self.versions))]
+
+    @property
+    def lacks_root(self) -> bool:
+        """Whether there are versions, but none that came whole."""
+        return bool(self.versions) and None not in self.parents.values()
 
     @property
     def newest(self) -> int:
@@ -307,6 +322,9 @@ class PolicyVersions:
     def _register(self, stored: StoredManifest) -> None:
         number = stored.manifest.version
         self.versions[number] = stored
+        if number < self.newest:  # one that was lost came back
+            self.versions = dict(sorted(self.versions.items()))
+        self.lost.discard(number)
         self.parents[number] = stored.manifest.parent
         if stored.manifest.parent is None:
             self.snapshots[number] = stored

@@ -48,8 +48,10 @@ class PolicyShelf:
 
     @property
     def root(self) -> StoredManifest:
-        """The first version; raises StoreError when there is none."""
-        return self.version(min(self.versions, default=0))
+        """The first version, or the first that came whole where that is lost; raises StoreError
+        when there is none."""
+        whole = (n for n, stored in self.versions.items() if stored.manifest.parent is None)
+        return self.version(min(whole, default=min(self.versions, default=0)))
 
     @property
     def head(self) -> StoredManifest:
@@ -72,6 +74,14 @@ class PolicyShelf:
     def blob(self, digest: str) -> Path:
         """Where a complete file is or will be."""
         return self.folder / "blobs" / digest
+
+    def nameless(self) -> list[str]:
+        """Digests of complete files where no manifest can be read that would name any."""
+        folder = self.folder / "blobs"
+        if self.versions or not folder.is_dir():
+            return []
+        with disk_errors(f"reading {folder}"):
+            return sorted(name for name in os.listdir(folder) if _DIGEST.fullmatch(name))
 
     def has_catalogue(self, made: StoredManifest) -> bool:
         """Whether a catalogue of the store's is still there: a store that runs removes it before
@@ -214,9 +224,9 @@ class StoreReader:
         return shelf
 
     def shelves(self) -> list[PolicyShelf]:
-        """All policies that have versions; raises StoreError."""
+        """All policies that have versions, or files of such; raises StoreError."""
         found = (self.shelf(policy) for policy in self.policies())
-        return [shelf for shelf in found if shelf.versions or shelf.problems]
+        return [shelf for shelf in found if shelf.versions or shelf.problems or shelf.nameless()]
 
     def file(self, digest: str) -> Path | None:
         """Path of a complete file of any policy, None where there is none (any more)."""

@@ -108,7 +108,7 @@ def _anchors(p: PolicyVersions, kept: Sequence[int], apart: int) -> set[int]:
     deltas and cost a whole model on disk each."""
     routes = (p.route(kept[0]), p.route(kept[-1]))
     starts = [route.legs[0].version for route in routes if route is not None]
-    anchors = {p.root.manifest.version, *starts}
+    anchors = {*({p.root.manifest.version} & p.snapshots.keys()), *starts}
     last = min(starts, default=0)
     for number in sorted(p.snapshots):
         if number - last >= apart:

@@ -12,10 +12,10 @@ and when: ``scheduler.weight_upkeep``.
 
 Belongs to one thread; beside it another may call ``read_chunk``, and a third may perform the jobs
 of ``next_job`` (``scheduler.weight_composites``), one at a time and never beside ``maintain``.
-Costs in memory for each policy: the head's weights, changed in place when a version is added (the
-first version's are mapped); while another version is wanted (export, a branch of the tree) a second
-copy, and while a job runs what that says. On disk: the deltas of the retained versions, at most
-about three snapshots, and composites no larger than one model.
+Costs in memory for each policy: the head's weights, changed in place when a version is added (what
+no delta touched stays mapped from a snapshot's files); while another version is wanted (export, a
+branch of the tree) a second copy, and while a job runs what that says. On disk: the deltas of the
+retained versions, at most about three snapshots, and composites no larger than one model.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -25,6 +25,7 @@ from urllib.parse import quote, unquote
 from scheduler.weight_adding import advance, first, restore
 from scheduler.weight_composites import CompositeJob, Job, write_snapshot
 from scheduler.weight_jobs import adopt, next_bridge_job, next_job, step_bytes
+from scheduler.weight_lost import brings_back, check_joins, needs_whole
 from scheduler.weight_policy import PolicyVersions, WalkFailed, walk, walked_files
 from scheduler.weight_retention import drop_damaged, read_again, retain
 from scheduler.weight_upkeep import Asked, kept_versions
@@ -39,7 +40,7 @@ from transport.messages import WeightsPlan
 from transport.weights.blobs import BlobFolder, disk_errors
 from transport.weights.folder import write_model_folder
 from transport.weights.manifest import FileEntry, SignedManifest, Signer, VersionManifest, verify
-from transport.weights.plan import UNKNOWN_SPEED, LinkSpeed, check_successor
+from transport.weights.plan import UNKNOWN_SPEED, LinkSpeed
 from transport.weights.state import WeightArena
 from transport.weights.tensors import Buffer, TensorBytes
 
@@ -127,9 +128,9 @@ class WeightVersions:
         again = known is not None and known.manifest.digest == manifest.digest
         if known is not None and again and not self.awaits_whole(manifest):
             return known.manifest
-        if not again:
-            lost = bool(p.versions) and not p.reaches(p.newest)
-            check_successor(manifest, p.versions, lost=lost)
+        back = brings_back(p, manifest)
+        if not again and not back:
+            check_joins(p, manifest)
             if manifest.parent is not None and not p.holds(manifest.parent):
                 try:
                     p.head = self._built(p, manifest.parent)
@@ -143,7 +144,7 @@ class WeightVersions:
                     p.blobs.put(entry.digest, (files[entry.name],))
                 elif not p.blobs.has(entry.digest):
                     raise TruncatedBlob(f"{entry.name} of version {manifest.version} is missing")
-            if known is not None and again:
+            if known is not None and again and not back:
                 restore(p, known.manifest, manifest, threads=self._threads)
             elif p.head is None or manifest.parent is None:
                 p.head = first(p, signed, manifest, threads=self._threads)
@@ -158,12 +159,10 @@ class WeightVersions:
 
     def awaits_whole(self, manifest: VersionManifest) -> bool:
         """Whether ``manifest`` brings a stored version's full weights, to which nothing here leads
-        any more. Then forgets those of its files that are damaged, so that they are fetched."""
+        any more or whose manifest is lost. Then forgets those of its files that are damaged, so
+        that they are fetched."""
         p = self._policies.get(manifest.policy)
-        shards = manifest.of_kind("snapshot")
-        if p is None or not shards or manifest.version not in p.versions:
-            return False
-        if p.reaches(manifest.version):
+        if p is None or not needs_whole(p, manifest):
             return False
         p.forget_damaged(manifest.files)
         return True
@@ -311,7 +310,13 @@ class WeightVersions:
         drop_damaged(p)
         if p.route(p.newest) is None and p.head is not None and p.head.version == p.newest:
             newest = p.versions[p.newest].manifest
-            p.add_catalogue(write_snapshot(p.blobs, p.head.tensors, newest))
+            try:
+                made = write_snapshot(p.blobs, p.head.tensors, newest, threads=self._threads)
+            except ChecksumMismatch as error:
+                self.warnings.append(f"{p.name}: {error}; the trainer's next delta will be refused")
+                p.head = None
+            else:
+                p.add_catalogue(made)
         kept = kept_versions(
             list(p.versions), acked, keep=self._keep_versions, keep_max=self._keep_versions_max
         )
@@ -330,7 +335,8 @@ class WeightVersions:
 
     def way_to_head(self, policy: str) -> Callable[[], WeightArena] | None:
         """What builds the newest weights, in any thread, for ``take_head``; None while they are in
-        memory, where they outlive what happens to files, or when nothing leads to them."""
+        memory already or nothing leads to them. Their untouched parts are mapped: what happens to
+        the snapshot's file may happen to them."""
         p = self._known(policy)
         route = None if p.head is not None else p.route(p.newest, step_bytes=step_bytes(p))
         if route is None:
@@ -349,11 +355,12 @@ class WeightVersions:
         self._damaged(self._known(policy), walked_files(error.manifest), error)
 
     def _rescan(self, p: PolicyVersions) -> None:
-        """Read all of the head's weights now and then: memory fails too."""
+        """Read all of the head's weights now and then: memory fails too. And when a snapshot was
+        found damaged: they may be mapped from it."""
         head = p.head
         if head is None or head.version < p.rescanned + self._cumulative_every:
             return
-        if head.rescan().hex == head.digests.hex:
+        if head.rescan(threads=self._threads).hex == head.digests.hex:
             p.rescanned = head.version
             return
         self.warnings.append(f"{p.name}: the weights of {head.version} in memory were damaged")
@@ -369,13 +376,16 @@ class WeightVersions:
 
     def _open(self, name: str) -> PolicyVersions:
         if name not in self._policies:
-            policy = PolicyVersions(name, self._folder / quote(name, safe="").replace(".", "%2E"))
+            folder = self._folder / quote(name, safe="").replace(".", "%2E")
+            policy = PolicyVersions(name, folder, self._trusted)
             self.warnings.extend(policy.problems)
             self._policies[name] = policy
         return self._policies[name]
 
     def _damaged(self, p: PolicyVersions, entries: Collection[FileEntry], error: Exception) -> None:
         p.mark_damaged(entries)
+        if any(entry.kind == "snapshot" for entry in entries):
+            p.rescanned = -self._cumulative_every
         self.suspects.add(p.name)
         self.warnings.append(f"{p.name}: a file is no longer served: {error}")
 

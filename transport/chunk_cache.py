@@ -7,6 +7,7 @@ are at most ``max_bytes``, those used least recently go first; nothing here is m
 lost, so nothing is synced; temporary files of an earlier life are removed.
 """
 
+import contextlib
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -86,10 +87,17 @@ class ChunkCache:
         self._make_room(len(data))
         path = self._path(digest)
         temporary = path.with_name(path.name + _TEMPORARY)
-        with store_errors("write", path):
-            path.parent.mkdir(exist_ok=True)
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
+        try:
+            with store_errors("write", path):
+                path.parent.mkdir(parents=True, exist_ok=True)  # perhaps somebody made room
+                temporary.write_bytes(data)
+                os.replace(temporary, path)
+        except (StoreError, FileNotFoundError) as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"cannot write {path}: the folder is gone") from error
         self._sizes[digest] = len(data)
         self.used_bytes += len(data)
 

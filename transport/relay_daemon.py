@@ -278,6 +278,13 @@ class RelayService:
             )
 
 
+def _own_folder(folder: str) -> Path:
+    try:
+        return private_dir(Path(folder))
+    except StoreError as error:
+        raise ConfigError(f"relay.folder: {error}") from error
+
+
 async def run_daemon(
     config: RelayConfig,
     *,
@@ -308,7 +315,7 @@ async def run_daemon(
 
         network = ZmqNetwork()
     try:
-        folder = await asyncio.to_thread(private_dir, Path(config.relay.folder))
+        folder = await asyncio.to_thread(_own_folder, config.relay.folder)
         with lock_folder(folder):
             service = RelayService(config, network, clock, key, folder)
             try:

@@ -17,7 +17,7 @@ from transport.chunk_exchange import WRONG_CHUNK
 from transport.chunk_parts import place_of
 from transport.chunks import ChunkFetcher
 from transport.envelope import encode
-from transport.errors import LinkError
+from transport.errors import ConfigError, LinkError
 from transport.fair_sender import FairSender
 from transport.keys import KeyPair, create_keys
 from transport.messages import Chunk, ChunkRequest, Plane, WeightsRequest
@@ -342,3 +342,17 @@ async def test_the_command_says_where_it_listens_and_stops_in_order(tmp_path):
                 child.kill()
                 await child.wait()
             child._transport.close()
+
+
+@pytest.mark.asyncio
+async def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path):
+    async with world(tmp_path) as made:
+        config = made.relay_config()
+        table = msgspec.structs.replace(config.relay, folder="/proc/nothing")
+        with pytest.raises(ConfigError, match=r"relay\.folder: cannot create /proc/nothing"):
+            await run_daemon(
+                msgspec.structs.replace(config, relay=table),
+                stop=asyncio.Event(),
+                on_ready=lambda _: None,
+                network=made.network,
+            )

@@ -50,6 +50,15 @@ def write(folder: Path, text: str) -> Path:
             "[[transport.relays]]\nname = 'a'\nhost = 'h'\nprot = 1",
             "transport.relays[0].prot: unknown key; known are host, name, port",
         ),
+        (
+            "[[transport.relays]]\nname = '../eu'\nhost = 'h'",
+            "transport.relays[0]: name '../eu' is not 1 to 48 characters",
+        ),
+        (
+            "[[transport.relays]]\nname = 'eu'\nhost = 'a'\n"
+            "[[transport.relays]]\nname = 'eu'\nhost = 'b'",
+            "transport: relays: 'eu' is there twice",
+        ),
         ("[schedular]\nx = 1", "unknown table [schedular]"),
         ("scheduler = 3", "scheduler must be a table"),
         ("[scheduler", "not valid TOML"),

@@ -1,12 +1,14 @@
 """A relay's cache on disk, and what it does with requests."""
 
 import os
+import shutil
 
 import pytest
 
 from transport.chunk_cache import ChunkCache
 from transport.chunk_parts import ChunkSource
 from transport.delivery_window import DeliveryWindow
+from transport.errors import StoreError
 from transport.messages import Chunk, ChunkRequest
 from transport.relay import MAX_WAITING_EACH, Answer, Relay
 from transport.weights.manifest import chunk_digest
@@ -215,3 +217,16 @@ def test_a_damaged_chunk_is_never_given(tmp_path, damage):
     assert (cache.has(digest_of(1)), cache.damaged, path.exists()) == (False, 1, False)
     fill_cache(cache, 1)
     assert cache.read(digest_of(1)) == data(1, 1000)
+
+
+def test_a_folder_that_vanishes_costs_the_keeping_only(tmp_path):
+    cache = ChunkCache(tmp_path / "chunks", 10_000)
+    fill_cache(cache, 1)
+    shutil.rmtree(tmp_path / "chunks")
+    assert cache.read(chunk_digest(data(1, 1000))) is None
+    fill_cache(cache, 2)
+    assert cache.read(chunk_digest(data(2, 1000))) == data(2, 1000)
+    shutil.rmtree(tmp_path / "chunks")
+    (tmp_path / "chunks").symlink_to(tmp_path / "unplugged")
+    with pytest.raises(StoreError, match="cannot write"):
+        fill_cache(cache, 3)

@@ -25,7 +25,12 @@ from transport.errors import (
     StoreError,
 )
 from transport.weights.digest import state_digest
-from transport.weights.folder import read_artefacts, read_model_folder, write_model_folder
+from transport.weights.folder import (
+    UNFINISHED,
+    read_artefacts,
+    read_model_folder,
+    write_model_folder,
+)
 from transport.weights.manifest import DELTA_NAME, sign
 from transport.weights.publication import build_delta_version
 
@@ -264,11 +269,13 @@ def test_a_crash_between_base_and_record_keeps_the_old_version(open_copies, vers
     (folder,) = (tmp_path / "copies").iterdir()
     (base,) = folder.glob("base-*")
     shutil.copytree(base, folder / "base-00000009-0")
-    (folder / "base-00000009-1.incomplete").mkdir()
+    leftover = folder / f"{UNFINISHED}x" / "model"
+    leftover.mkdir(parents=True)
     (folder / "state.tmp").write_bytes(b"torn")
     copies = open_copies()
     assert copies.held() == {POLICY: versions.ref(1)}
     assert bases(tmp_path) == [base.name]
+    assert not leftover.parent.exists()
 
 
 def test_a_snapshot_replaces_a_copy_and_changes_only_what_differs(open_copies, versions):

@@ -210,19 +210,32 @@ def test_artefacts_must_be_the_published_ones(model):
 
 def test_folders_are_written_whole_and_never_replaced(tmp_path):
     folder = tmp_path / "out"
-    leftover = tmp_path / "out.incomplete"
-    leftover.mkdir()
-    (leftover / "torn").write_bytes(b"")
+    neighbour = tmp_path / "out.incomplete"
+    neighbour.mkdir()
+    (neighbour / "mine").write_bytes(b"precious")
     write_model_folder(folder, tensors(), {"config.json": b"{}"})
     assert read_model_folder(folder) == tensors()
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-    assert not leftover.exists()
+    assert (neighbour / "mine").read_bytes() == b"precious"
     with pytest.raises(StoreError, match="exists"):
         write_model_folder(folder, tensors(), {})
     linked = tmp_path / "linked"
     link_model_folder(linked, {path.name: path for path in folder.iterdir()})
     assert read_model_folder(linked) == tensors()
     assert (linked / "model.safetensors").samefile(folder / "model.safetensors")
+    ordinary = tmp_path / "ordinary"
+    ordinary.mkdir()
+    assert folder.stat().st_mode == ordinary.stat().st_mode
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    with pytest.raises(StoreError, match="writing"):
+        link_model_folder(tmp_path / "out", {"config.json": tmp_path / "missing"})
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match="exists"):
+        write_model_folder(dangling, tensors(), {})
+    assert list(tmp_path.iterdir()) == [dangling]
 
 
 def test_a_snapshot_says_the_format_that_transformers_asks_for():

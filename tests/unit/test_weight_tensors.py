@@ -145,3 +145,12 @@ def test_hostile_files_are_refused(error, data):
 def test_names_that_the_format_cannot_hold_are_refused(name):
     with pytest.raises(ModelError):
         write_safetensors({name: TensorBytes("U8", (0,), b"")})
+
+
+def test_a_dimension_that_no_format_holds_is_refused_beside_a_zero_too():
+    for size in (2**63, 2**64):
+        with pytest.raises(IntegrityError, match="impossible shape"):
+            read_header(file_of({"w": entry(0, 0, shape=[0, size])}))
+        with pytest.raises(ModelError, match="2\\^63"):
+            TensorBytes("U8", (0, size), b"")
+    assert read_safetensors(file_of({"w": entry(0, 0, shape=[0, 2**63 - 1])}))

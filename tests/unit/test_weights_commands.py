@@ -332,3 +332,15 @@ def test_an_exported_folder_loads_with_transformers(tmp_path, weights):
     assert loaded.model.norm.weight.view(-1)[0] != 1.0
     assert state_digest(read_model_folder(folder)) == state_digest(new)
     assert AutoTokenizer.from_pretrained(folder, local_files_only=True)("1+1=")
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_files_without_any_manifest_are_damage(made, weights, gone):
+    (folder,) = made.folder.glob("*/manifests")
+    for path in folder.iterdir():
+        path.unlink() if gone else path.write_bytes(b"\xc1")
+    status, text = weights("verify")
+    assert status == 1
+    assert "no manifest that can be read names them" in text
+    assert text.count("damaged\t") == (1 if gone else 6)
+    assert "sound" not in text

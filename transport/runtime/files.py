@@ -155,7 +155,10 @@ def private_dir(path: Path) -> Path:
     An existing folder of ours is closed to others; one of another user's is a ``StoreError``.
     """
     with store_errors("create", path):
-        path.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # a file system that makes no folders, as /proc
+            raise StoreError(f"cannot create {path}; choose another folder") from error
         status = path.stat()
         if status.st_uid != os.geteuid():
             raise StoreError(

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from transport.ids import NAME_RULE, is_name
+
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=1e9)]
@@ -22,6 +24,10 @@ class RelayAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str
     host: str
     port: Port = 7703
+
+    def __post_init__(self) -> None:
+        if not is_name(self.name):  # it is a file's name too
+            raise ValueError(f"name {self.name!r} is not {NAME_RULE}")
 
 
 class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +45,12 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     relays: tuple[RelayAddress, ...] = ()
     socket_heartbeat_s: PositiveSeconds = 10.0
     reconnect_max_s: PositiveSeconds = 30.0
+
+    def __post_init__(self) -> None:
+        names = [relay.name for relay in self.relays]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"relays: {twice[0]!r} is there twice; give each relay its own name")
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

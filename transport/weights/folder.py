@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from transport.weights.tensors import Buffer, TensorBytes, read_safetensors, saf
 SINGLE_NAME = "model.safetensors"
 SHARD_BYTES = 4 << 30
 MAX_INDEX_BYTES = 64 << 20
+UNFINISHED = ".farflow-unfinished-"
+"""Names of model folders that are being written begin so, beside where they will be."""
+
 _FORMAT = {"format": "pt"}  # transformers refuses files without it
 
 
@@ -173,16 +177,31 @@ def link_model_folder(folder: Path, sources: Mapping[str, Path]) -> None:
 
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    if folder.exists():
+    if os.path.lexists(folder):
         raise StoreError(f"{folder} exists; give a new folder or remove it")
-    temporary = folder.with_name(folder.name + ".incomplete")
     with disk_errors(f"writing {folder}"):
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
-        yield temporary
-        os.replace(temporary, folder)
-        sync_folder(folder.parent)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # A folder inside it, as it is for us alone, and the model for whom the umask lets in.
+        beside = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=folder.parent))
+        try:
+            temporary = beside / "model"
+            temporary.mkdir()
+            yield temporary
+            os.replace(temporary, folder)
+            sync_folder(folder.parent)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def remove_unfinished(parent: Path) -> None:
+    """Remove what a crash left of new model folders in a folder that is ours alone.
+
+    Raises:
+        StoreError: the disk refused.
+    """
+    with disk_errors(f"cleaning {parent}"):
+        for path in parent.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(path)
 
 
 def full_bytes_of(tensors: Mapping[str, TensorBytes]) -> int:

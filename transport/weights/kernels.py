@@ -9,14 +9,14 @@ Speed comes from small innermost loops for the common word, in which nothing cha
 to the others stands outside them, or the compiler runs out of registers for both. Indices are
 unsigned, which spares a test for negative ones at every access.
 
-numba is optional and slow to import, so segments below ``KERNEL_CELLS`` never touch it. Compiled
-code is cached on disk where that is possible. Kernels over cells read 64-bit words, each of
-several cells (lanes of a word, lowest first), so that one compiled form serves every dtype.
-Numbers in them are unsigned where they meet words: numba makes floats of mixed signs.
+numba is optional and slow to import, so segments below ``KERNEL_CELLS`` never touch it; where it
+cannot be imported, numpy does the work. Compiled code is cached on disk where that is possible.
+Kernels over cells read 64-bit words, each of several cells (lanes of a word, lowest first), so that
+one compiled form serves every dtype. Numbers in them are unsigned where they meet words: numba
+makes floats of mixed signs.
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,9 +44,23 @@ Kernel = Callable[..., Any]
 
 
 @functools.cache
+def _numba() -> tuple[Any, str]:
+    """The module, or None and why; tried once a process."""
+    try:
+        import numba
+    except Exception as error:  # noqa: BLE001 - another numpy or LLVM fails in its own way
+        return None, f"{type(error).__name__}: {error}"
+    return numba, ""
+
+
 def available() -> bool:
-    """Whether numba is installed; does not import it."""
-    return importlib.util.find_spec("numba") is not None
+    """Whether numba can be used; imports it, which may take seconds."""
+    return not why_not()
+
+
+def why_not() -> str:
+    """Why numba cannot be used; empty when it can."""
+    return _numba()[1]
 
 
 def worthwhile(cells: int) -> bool:
@@ -54,16 +68,32 @@ def worthwhile(cells: int) -> bool:
     return cells >= KERNEL_CELLS and available()
 
 
-@functools.cache
-def compiled(function: Kernel) -> Kernel:
-    """The kernel as machine code, compiled when it is first called."""
-    import numba
+class Compiled:
+    """A kernel as machine code, compiled when it is first called."""
 
-    try:
-        kernel: Kernel = numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder to cache in
-        kernel = numba.njit(nogil=True)(function)
-    return kernel
+    def __init__(self, function: Kernel) -> None:
+        self._function, self._njit = function, _numba()[0].njit
+        try:
+            self._kernel: Kernel = self._njit(nogil=True, cache=True)(function)
+        except (OSError, RuntimeError):  # no folder to cache in
+            self._kernel = self._njit(nogil=True)(function)
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._kernel(*args)
+        except OSError:  # the cache's, before anything has run: kernels touch no files
+            self._kernel = self._njit(nogil=True)(self._function)
+            return self._kernel(*args)
+
+    @property
+    def signatures(self) -> Any:
+        return self._kernel.signatures  # type: ignore[attr-defined]
+
+
+@functools.cache
+def compiled(function: Kernel) -> Compiled:
+    """The kernel as machine code. Only where numba is ``available``."""
+    return Compiled(function)
 
 
 class Lanes(NamedTuple):
@@ -355,7 +385,6 @@ def warm() -> None:
     Nothing without numba. For services that know early that their model is large."""
     if not available():
         return
-    # Those modules build on this one.
     from transport.weights.cell_sums import difference, list_sum, run_sum
     from transport.weights.segments import CodecSettings, decode_segment, encode_segment
 

@@ -44,6 +44,9 @@ TORCH_DTYPES: dict[str, str] = {
 """``str(torch_dtype).removeprefix("torch.")`` to the safetensors name."""
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the stock library
+MAX_DIMENSION = (1 << 63) - 1
+"""A dimension fits a signed 64-bit number, as everywhere else; beside a zero it could be any."""
+
 _METADATA = "__metadata__"
 
 Cells = npt.NDArray[np.unsignedinteger[Any]]
@@ -58,7 +61,7 @@ class TensorBytes:
     it any more.
 
     Raises:
-        ModelError: unknown dtype, negative dimension, or a size that does not fit.
+        ModelError: unknown dtype, negative or too large dimension, or a size that does not fit.
     """
 
     dtype: str
@@ -71,6 +74,8 @@ class TensorBytes:
             raise ModelError(f"dtype {self.dtype!r} is not supported; known: {_known_dtypes()}")
         if any(size < 0 for size in self.shape):
             raise ModelError(f"shape {self.shape} has a negative dimension")
+        if any(size > MAX_DIMENSION for size in self.shape):
+            raise ModelError(f"shape {self.shape} has a dimension of 2^63 or more")
         data = self.data
         if isinstance(data, memoryview) and (data.format != "B" or data.ndim != 1):
             # A zero in the shape makes memoryview.cast fail, and there is nothing to view then.
@@ -174,7 +179,8 @@ def _region(name: str, entry: _Entry, begin: int) -> TensorRegion:
             f"tensor {name!r}: dtype {entry.dtype!r} is not supported; known: {_known_dtypes()}"
         )
     start, end = entry.data_offsets
-    if len(entry.shape) > 64 or any(size < 0 for size in entry.shape) or not 0 <= start <= end:
+    possible = len(entry.shape) <= 64 and all(0 <= size <= MAX_DIMENSION for size in entry.shape)
+    if not possible or not 0 <= start <= end:
         raise IntegrityError(f"tensor {name!r} has an impossible shape or offset")
     if math.prod(entry.shape) * item_bytes != end - start:
         raise IntegrityError(
