@@ -111,5 +111,7 @@ def load_keys(transport: TransportConfig, path: str) -> tuple[KeyPair, str]:
         raise ConfigError("agent.key: name the agent's key file, as in keys/NAME.toml")
     pair = KeyPair.load(Path(path))
     if pair.role is not Role.AGENT:
-        raise ConfigError(f"{path}: is the key of role {pair.role.value}, agent.key needs an agent's")
+        raise ConfigError(
+            f"{path}: is the key of role {pair.role.value}, agent.key needs an agent's"
+        )
     return pair, load_server_key(Path(transport.keys))
