@@ -15,12 +15,15 @@ _OPTIONAL = (
     ("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "tasks"),
     ("math_verify", "math-verify", "math-verify rewards", "tasks"),
     ("matplotlib", "matplotlib", "plots", "plots"),
+    ("numba", "numba", "compiled delta codec", "fast"),
 )
 
 
 def report() -> tuple[list[str], bool]:
     """Lines for people, and whether everything that is required works."""
     import zmq
+
+    from transport.weights.kernels import why_not
 
     lines = [f"farflow {_version('farflow')}, Python {platform.python_version()}"]
     healthy = True
@@ -42,6 +45,8 @@ def report() -> tuple[list[str], bool]:
     for module, name, use, extra in _OPTIONAL:
         if importlib.util.find_spec(module) is None:
             lines.append(f"absent  {name}: no {use} (pip install 'farflow[{extra}]')")
+        elif module == "numba" and why_not():
+            lines.append(f"unused  {name} {_version(name)}: {why_not()}; numpy does the work")
         else:
             lines.append(f"ok      {name} {_version(name)}: {use}")
     return lines, healthy
