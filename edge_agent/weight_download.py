@@ -174,9 +174,10 @@ class _Fetch:
             if self._fetcher.failed is not None:
                 raise FetchFailed(f"the store cannot give all of it: {self._fetcher.failed}")
             if self._inbox.chunks or self._written():
+                # In this order: what stays in the inbox waits for a writing that is still to end.
+                fetched_bytes += self._take_written()
                 while self._inbox.chunks and len(self._writing) < _MAX_WRITING:
                     self._take(self._inbox.chunks.popleft())
-                fetched_bytes += self._take_written()
                 progress_s = self._clock.monotonic_s()
                 wait_s = self._ask(progress_s)
             if not self._fetcher.done:

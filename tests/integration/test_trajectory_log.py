@@ -286,7 +286,8 @@ async def test_after_kill_9_every_acknowledged_body_is_there_and_announced_again
             assert again == port
             await until(lambda: len(announced(world)) == 15)
             assert set(announced(world)) == {summary.digest for summary, _ in things[5:]}
-            assert [hello.incarnation for hello in world.control.hellos] == [1, 2]
+            first, second = [hello.incarnation for hello in world.control.hellos]
+            assert second > first
             trainer = world.link("trainer-sums-solver", PLANE, port)
             await trainer.send(BodyRequest(digests=tuple(s.digest for s, _ in things)))
             bodies = {b.digest: b.found for b in await trainer.expect(Body, 20)}

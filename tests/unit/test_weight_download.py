@@ -1,6 +1,7 @@
 """Chunks from several sources, some of which lie, are silent or come and go."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -214,3 +215,27 @@ async def test_a_fetch_fails_when_the_origin_has_no_such_file_or_nothing_arrives
     sources.down.add(ORIGIN)
     with pytest.raises(FetchFailed, match="no chunk arrived"):
         await sources.fetch()
+
+
+@pytest.mark.asyncio
+async def test_many_small_files_that_are_written_in_one_go_are_all_taken(sources: Sources) -> None:
+    """A loop that comes round seldom finds all writings done and more chunks waiting."""
+    files = [bytes([number]) * 100 for number in range(40)]
+    entries = [describe_file("delta.safetensors", "delta", file) for file in files]
+    by_digest = {entry.digest: file for entry, file in zip(entries, files, strict=True)}
+
+    def answer(request: ChunkRequest) -> None:
+        sources.deliver(ORIGIN, request, 0, by_digest[request.digest])
+
+    async def hold_the_loop_up() -> None:
+        while True:
+            time.sleep(0.005)  # noqa: ASYNC251
+            await asyncio.sleep(0)
+
+    sources.answers[ORIGIN] = answer
+    kept: list[str] = []
+    busy = asyncio.create_task(hold_the_loop_up())
+    async with asyncio.timeout(10):
+        await sources.downloads.fetch(entries, {}, lambda a: kept.append(a.entry.digest))
+    busy.cancel()
+    assert sorted(kept) == sorted(by_digest)
