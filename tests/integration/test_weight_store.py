@@ -166,6 +166,7 @@ async def test_an_interrupted_upload_goes_on_over_a_new_link_where_it_stopped(tm
         assert max(counts.values()) == 2  # what was on the way when the link was left
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_after_kill_9_versions_are_served_and_announced_again(tmp_path):
     async with service_world(tmp_path) as world:

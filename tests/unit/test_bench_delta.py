@@ -9,6 +9,8 @@ from bench.entropy import Bound, binary_entropy
 from bench.references import REFERENCES
 from bench.weight_simulation import from_bf16, one_step, simulate, to_bf16
 
+pytestmark = pytest.mark.slow  # bench support
+
 
 def bf16(*values):
     return to_bf16(np.array(values, np.float32))

@@ -142,7 +142,7 @@ def enough(count: int, path: Path) -> float:
 LINKS = [(rate * MBIT, rtt_s) for rate in (50, 200, 1000) for rtt_s in (0.02, 0.08, 0.18)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 8, 32])
+@pytest.mark.parametrize("count", [1, 2, 8, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("bytes_s", "rtt_s"), LINKS)
 def test_flows_together_fill_their_path_cold_and_on_kept_windows(bytes_s, rtt_s, count):
     path = Path(bytes_s, rtt_s, jitter_s=0.1 * rtt_s)
@@ -159,6 +159,7 @@ def test_flows_together_fill_their_path_cold_and_on_kept_windows(bytes_s, rtt_s,
     assert max(times[1:]) <= 1.35
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize(("bytes_s", "rtt_s"), [LINKS[2], LINKS[4], LINKS[6]])
 def test_a_long_transfer_is_fair_and_queues_little(bytes_s, rtt_s, count):
