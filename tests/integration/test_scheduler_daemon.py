@@ -578,6 +578,7 @@ async def test_a_run_whose_task_source_fails_says_why_and_a_dead_service_comes_b
                 reason = run.reason
         assert "bad.jsonl:1: answer: Expected `str`, got `int`" in reason
 
+        await until(lambda: len(world.children()) == 2)  # the failed task source has ended
         before = world.children()
         for pid in before:
             os.kill(pid, signal.SIGKILL)
