@@ -72,10 +72,11 @@ class Outbox:
         self._connected = False
 
     def not_sent(self, attempt: str, now: float) -> None:
-        """The link refused the body; try again a little later."""
+        """The link refused the body; try again a little later, or when it is up again."""
         summary = self._entries.get(attempt)
         if summary is not None:
             self._unsend(summary)
+        if summary is not None and self._connected:
             self._retry_s = now + self._settings.upload_retry_s
 
     def advance(self, now: float) -> list[Effect]:

@@ -18,6 +18,8 @@ from edge_agent.core.effects import (
 from edge_agent.core.events import (
     BodyLost,
     FromTrajectoryLog,
+    LinkDown,
+    LinkUp,
     SendFailed,
     Tick,
 )
@@ -70,6 +72,18 @@ def test_a_body_that_the_link_did_not_take_is_sent_a_little_later() -> None:
     put = TrajectoryPut(summary=summary(offer(1)))
     assert of(ToTrajectoryLog, story.feed(SendFailed(plane=Plane.TRAJECTORIES, message=put))) == []
     assert one(ToTrajectoryLog, story.wait(0.2)).summary == summary(offer(1))
+
+
+def test_a_body_refused_by_a_link_that_is_down_waits_for_the_link_and_for_no_deadline() -> None:
+    story = Story(spooled=(summary(offer(1)),)).up()
+    story.feed(LinkDown(plane=Plane.TRAJECTORIES))
+    put = TrajectoryPut(summary=summary(offer(1)))
+    story.feed(SendFailed(plane=Plane.TRAJECTORIES, message=put))
+    story.wait(0.2)
+    due = story.core.next_deadline()
+    assert due is None or due > story.now
+    up = story.feed(LinkUp(plane=Plane.TRAJECTORIES))
+    assert one(ToTrajectoryLog, up).summary == summary(offer(1))
 
 
 def test_a_refused_body_is_dropped_and_its_attempt_fails() -> None:
