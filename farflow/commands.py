@@ -9,38 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from farflow.options import FILE, config_option, key_option, set_option
 from transport.errors import ConfigError
 
 if TYPE_CHECKING:
     from scheduler.operator import Operator
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_set = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override table.field; may repeat.",
-)
-_config = click.option(
-    "--config",
-    "files",
-    multiple=True,
-    type=_FILE,
-    metavar="FILE",
-    help="Deployment file; may repeat, later ones win.",
-)
-_key = click.option(
-    "--key",
-    type=_FILE,
-    metavar="FILE",
-    help="Operator key; the default is operator.toml in transport.keys.",
-)
-
 
 @click.command()
-@click.argument("file", type=_FILE, required=False)
-@_set
+@click.argument("file", type=FILE, required=False)
+@set_option
 @click.option("--plain", is_flag=True, help="Print lines instead of the live view.")
 @click.option(
     "--folder",
@@ -81,9 +59,9 @@ def up(
 
 
 @click.command()
-@_config
-@_set
-@_key
+@config_option
+@set_option
+@key_option
 @click.option("--json", "as_json", is_flag=True, help="The whole status as JSON.")
 def status(
     files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None, as_json: bool
@@ -116,10 +94,10 @@ def run_group() -> None:
 
 
 @run_group.command("submit")
-@click.argument("file", type=_FILE)
-@_config
-@_set
-@_key
+@click.argument("file", type=FILE)
+@config_option
+@set_option
+@key_option
 def run_submit(
     file: Path, files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None
 ) -> None:
@@ -138,9 +116,9 @@ def run_submit(
 
 
 @run_group.command("ls")
-@_config
-@_set
-@_key
+@config_option
+@set_option
+@key_option
 @click.option("--json", "as_json", is_flag=True)
 def run_ls(
     files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None, as_json: bool
@@ -165,9 +143,9 @@ def run_ls(
 def _command(verb: Literal["pause", "resume", "stop"], text: str) -> None:
     @run_group.command(verb, help=text)
     @click.argument("run")
-    @_config
-    @_set
-    @_key
+    @config_option
+    @set_option
+    @key_option
     def command(
         run: str, files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None
     ) -> None:
@@ -189,8 +167,8 @@ def config_group() -> None:
 
 
 @config_group.command("check")
-@click.argument("file", type=_FILE)
-@_set
+@click.argument("file", type=FILE)
+@set_option
 def config_check(file: Path, overrides: tuple[str, ...]) -> None:
     """Check every table of FILE without starting anything."""
     _resolve(file, overrides)
@@ -198,8 +176,8 @@ def config_check(file: Path, overrides: tuple[str, ...]) -> None:
 
 
 @config_group.command("show")
-@click.argument("file", type=_FILE)
-@_set
+@click.argument("file", type=FILE)
+@set_option
 def config_show(file: Path, overrides: tuple[str, ...]) -> None:
     """Print every value of FILE, defaults included, and where it comes from."""
     values, origins = _resolve(file, overrides)
@@ -309,7 +287,7 @@ def wire_group() -> None:
 
 
 @wire_group.command("decode")
-@click.argument("file", type=_FILE)
+@click.argument("file", type=FILE)
 def wire_decode(file: Path) -> None:
     """Print the message in FILE (length-prefixed frames, as in tests/golden)."""
     from farflow.wire import decode_file

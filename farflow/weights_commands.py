@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from farflow.options import FILE, config_option, set_option
 from transport.errors import ConfigError, FarflowError, StoreError
 
 if TYPE_CHECKING:
@@ -18,25 +19,9 @@ if TYPE_CHECKING:
     from scheduler.weight_reading import StoreReader
     from transport.status import SchedulerStatus
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _ANSWER_S = 3.0
 
-_config = click.option(
-    "--config",
-    "files",
-    multiple=True,
-    type=_FILE,
-    metavar="FILE",
-    help="Deployment file; may repeat, later ones win.",
-)
-_set = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override table.field; may repeat.",
-)
 _store = click.option(
     "--store",
     type=_FOLDER,
@@ -52,11 +37,11 @@ def weights_group() -> None:
 
 
 @weights_group.command("ls")
-@_config
-@_set
+@config_option
+@set_option
 @_store
 @click.option(
-    "--key", type=_FILE, metavar="FILE", help="Operator key, to ask who holds which version."
+    "--key", type=FILE, metavar="FILE", help="Operator key, to ask who holds which version."
 )
 @_json
 def weights_ls(
@@ -96,8 +81,8 @@ def weights_ls(
 @weights_group.command("show")
 @click.argument("policy")
 @click.argument("version", type=click.IntRange(min=0))
-@_config
-@_set
+@config_option
+@set_option
 @_store
 @_json
 def weights_show(
@@ -136,8 +121,8 @@ def weights_show(
 @click.argument("policy")
 @click.argument("old", type=click.IntRange(min=0))
 @click.argument("new", type=click.IntRange(min=0))
-@_config
-@_set
+@config_option
+@set_option
 @_store
 @_json
 def weights_diff(
@@ -173,8 +158,8 @@ def weights_diff(
 
 @weights_group.command("verify")
 @click.argument("policy", required=False)
-@_config
-@_set
+@config_option
+@set_option
 @_store
 @_json
 def weights_verify(
@@ -230,8 +215,8 @@ def weights_verify(
 @click.argument("policy")
 @click.argument("version", type=click.IntRange(min=0))
 @click.argument("folder", type=_FOLDER)
-@_config
-@_set
+@config_option
+@set_option
 @_store
 @_json
 def weights_export(

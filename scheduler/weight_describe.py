@@ -8,12 +8,12 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from scheduler.weight_policy import change_entry
 from scheduler.weight_reading import PolicyShelf
 from transport.errors import StoreError
+from transport.weights.delta_file import read_delta_table
 from transport.weights.manifest import FileEntry
 from transport.weights.plan import Route, lineage
 from transport.weights.tensors import read_header
@@ -77,12 +77,11 @@ def _coding(shelf: PolicyShelf, entry: FileEntry) -> tuple[dict[str, int], int |
     """Bytes by coder, and how many cells a delta changes; None when it is no longer kept."""
     if not shelf.present((entry,)):
         return {}, None
-    _, metadata = read_header(shelf.blobs.data(entry.digest))
-    rows: list[list[Any]] = msgspec.json.decode(metadata.get("segments", "[]"))
+    _, rows = read_delta_table(shelf.blobs.data(entry.digest))
     coders: dict[str, int] = {}
-    for coder, _dtype, _spans, _changed, size_bytes, *_ in rows:
-        coders[coder] = coders.get(coder, 0) + size_bytes
-    return coders, sum(row[3] for row in rows)
+    for row in rows:
+        coders[row.coder] = coders.get(row.coder, 0) + row.size_bytes
+    return coders, sum(row.changed for row in rows)
 
 
 def _cells(shelf: PolicyShelf) -> int | None:

@@ -115,7 +115,11 @@ class Keeper:
 
     async def _keep_head(self, policy: str) -> None:
         """After a start, bring the newest weights into memory."""
-        build = await self._library.run(self._versions.way_to_head, policy)
+
+        def go_on() -> bool:
+            return not self._stop.is_set()
+
+        build = await self._library.run(self._versions.way_to_head, policy, go_on)
         if build is None:
             return
         try:
@@ -123,6 +127,8 @@ class Keeper:
             await self._library.run(self._versions.take_head, policy, arena)
         except WalkFailed as error:
             await self._library.run(self._versions.way_failed, policy, error)
+        except StoreError as error:  # the store stops
+            _log.debug("weights.head_not_built", policy=policy, reason=str(error))
 
     async def _make_more(self, policy: str) -> bool:
         """Make at most one thing; whether there is something new."""

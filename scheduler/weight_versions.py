@@ -333,16 +333,17 @@ class WeightVersions:
         for entry, error in read_again(p, budget_bytes):
             self._damaged(p, (entry,), error)
 
-    def way_to_head(self, policy: str) -> Callable[[], WeightArena] | None:
-        """What builds the newest weights, in any thread, for ``take_head``; None while they are in
-        memory already or nothing leads to them. Their untouched parts are mapped: what happens to
-        the snapshot's file may happen to them."""
+    def way_to_head(
+        self, policy: str, go_on: Callable[[], bool] = lambda: True
+    ) -> Callable[[], WeightArena] | None:
+        """What builds the newest weights, in any thread, for ``take_head``; None when they are in
+        memory, or nothing leads to them. Pages that no delta touched go on being the files'."""
         p = self._known(policy)
         route = None if p.head is not None else p.route(p.newest, step_bytes=step_bytes(p))
         if route is None:
             return None
         hops = p.hops(route)
-        return lambda: walk(None, p.blobs, hops, threads=self._threads)
+        return lambda: walk(None, p.blobs, hops, go_on=go_on, threads=self._threads)
 
     def take_head(self, policy: str, arena: WeightArena) -> None:
         """Keep what ``way_to_head`` built, unless a newer one came meanwhile."""

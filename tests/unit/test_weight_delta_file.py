@@ -27,7 +27,7 @@ from transport.weights.delta_file import (
     decode_delta,
     encode_delta,
     encode_segments,
-    read_delta_header,
+    read_delta_table,
 )
 from transport.weights.digest import StateDigest, state_digest
 from transport.weights.layout import SegmentPlan, Span, plan_segments
@@ -74,7 +74,7 @@ def test_a_delta_opens_with_the_stock_library_and_lists_what_changed():
     opened = safetensors.deserialize(data)
     assert sorted(name for name, _ in opened) == ["segment.000000", "segment.000001"]
     assert {tensor["dtype"] for _, tensor in opened} == {"U8"}
-    header = read_delta_header(data)
+    header = read_delta_table(data)[0]
     assert (header.run, header.policy, header.version, header.parent) == ("r", "r/p", 1, 0)
     assert header.base_digest == state_digest(old)
     table = msgspec.json.decode(read_header(data)[1]["segments"])

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 from deltas import after, arena_of, with_file
 
-from transport.weights.delta_file import decode_delta, read_delta_header
+from transport.weights.delta_file import decode_delta, read_delta_table
 from transport.weights.digest import state_digest
 from transport.weights.manifest import VersionManifest
 from transport.weights.tensors import TensorBytes, read_header
@@ -53,7 +53,7 @@ def test_a_published_delta_stays_readable():
         "b": tensor("F32", b, 4),
         "c": tensor("I8", [9, 200, 3, 77, 5, 1], 1),
     }
-    header = read_delta_header(GOLDEN)
+    header = read_delta_table(GOLDEN)[0]
     manifest = VersionManifest(
         run="r",
         policy="r/p",

@@ -16,7 +16,7 @@ from transport.errors import (
 )
 from transport.weights.delta_file import (
     DeltaDecoder,
-    read_delta_header,
+    read_delta_table,
 )
 from transport.weights.digest import state_digest
 from transport.weights.manifest import (
@@ -299,4 +299,4 @@ def test_refusing_millions_of_spans_takes_little_memory():
 
 def test_a_plain_safetensors_file_is_no_delta():
     with pytest.raises(IntegrityError, match="not a farflow"):
-        read_delta_header(write_safetensors(model()))
+        read_delta_table(write_safetensors(model()))

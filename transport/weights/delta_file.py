@@ -44,7 +44,7 @@ from transport.weights.delta_format import (
     Row,
     check_header_size,
     read_delta,
-    read_delta_header,
+    read_delta_table,
 )
 from transport.weights.digest import StateDigest, change_sum, finite_cells, tensor_key
 from transport.weights.layout import Span
@@ -75,7 +75,7 @@ __all__ = [
     "decode_delta",
     "encode_delta",
     "encode_segments",
-    "read_delta_header",
+    "read_delta_table",
 ]
 
 

@@ -136,13 +136,13 @@ def read_delta(
     return DeltaLayout(header, rows, tuple(segments))
 
 
-def read_delta_header(data: Buffer) -> DeltaHeader:
-    """Which versions a delta file joins, from its metadata alone.
+def read_delta_table(data: Buffer) -> tuple[DeltaHeader, tuple[Row, ...]]:
+    """Which versions a delta file joins and how its segments are coded, from its metadata alone.
 
     Raises:
         IntegrityError: not a delta file.
     """
-    return _parse(read_header(data)[1], "delta")[0]
+    return _parse(read_header(data)[1], "delta")
 
 
 def _parse(metadata: Mapping[str, str], what: str) -> tuple[DeltaHeader, tuple[Row, ...]]:
