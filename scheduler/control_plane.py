@@ -45,7 +45,7 @@ class ControlPlane:
     def event(self, arrival: Arrival) -> Event | None:
         """The event that a message is; None when it stops here."""
         route, peer, message, _ = arrival
-        if peer.role in (Role.OPERATOR, Role.VIEWER):
+        if peer.role in (Role.OPERATOR, Role.VIEWER, Role.SUBMITTER):
             return self._request(route, peer.name, message)
         if isinstance(message, Hello):
             if message.role is not peer.role:
@@ -67,7 +67,7 @@ class ControlPlane:
                 return FromTrainer(peer.name, message)
             case Role.SERVICE:
                 return FromService(peer.name, message)
-            case Role.SCHEDULER | Role.RELAY:  # they may say nothing here
+            case Role.SCHEDULER | Role.RELAY | Role.SUBMITTER:  # nothing else to say here
                 return None
 
     def send(self, peer: str, message: Message) -> None:

@@ -55,6 +55,7 @@ LIMITS: dict[Plane, Limits] = {
     Plane.TRAJECTORIES: Limits(CONTROL_FRAME_BYTES, BULK_FRAME_BYTES, 1),
     # A plan carries whole signed manifests in its header, so that one may be large as well.
     Plane.WEIGHTS: Limits(BULK_FRAME_BYTES, BULK_FRAME_BYTES, 1),
+    Plane.ENROLMENT: Limits(16 * KIB, 0, 0),
 }
 
 PAYLOAD_FRAMES: dict[type[Message], int] = {TrajectoryPut: 1, Body: 1, Chunk: 1}

@@ -2,7 +2,8 @@
 
 run          a user's name, unique in a scheduler          arithmetic
 policy       RUN/NAME                                      arithmetic/solver
-job          RUN/KIND-INDEX, kind t (train), e (eval), x   arithmetic/t-000041
+job          RUN/KIND-INDEX, kind t (train), e (eval)      arithmetic/t-000041
+             RUN/x-SUBMITTER.ID, a submitter's own         arithmetic/x-judge.item-7
 attempt      JOB#N                                         arithmetic/t-000041#2
 fence        (term, counter): the scheduler's life number and a counter within it
 """
@@ -37,8 +38,13 @@ def policy_name(policy: str) -> str:
 
 
 def job_id(run: str, kind: str, index: int) -> JobId:
-    """``kind`` is one letter: t (train), e (evaluation) or x (external)."""
+    """``kind`` is one letter: t (train) or e (evaluation)."""
     return JobId(f"{run}/{kind}-{index:06d}")
+
+
+def external_job_id(run: str, submitter: str, id: str) -> JobId:
+    """A submitter's own ``id`` is unique among its jobs of a run."""
+    return JobId(f"{run}/x-{submitter}.{id}")
 
 
 def attempt_id(job: str, number: int) -> AttemptId:

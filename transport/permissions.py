@@ -12,6 +12,11 @@ message is about is checked against the key's own policy or leases by whoever ha
 """
 
 from transport.messages import (
+    AgentLog,
+    AgentLogRequest,
+    AgentLogs,
+    AgentLogsRequest,
+    AgentOrder,
     AttemptFailed,
     BatchGrant,
     BatchRequest,
@@ -23,6 +28,13 @@ from transport.messages import (
     Chunk,
     ChunkRequest,
     CommandReply,
+    DeadLetters,
+    DeadLettersRequest,
+    DrainOrder,
+    Events,
+    EventsRequest,
+    ExplainRequest,
+    Explanation,
     Goodbye,
     GroupUnusable,
     Heartbeat,
@@ -30,7 +42,14 @@ from transport.messages import (
     Hello,
     HelloRequired,
     HostedPolicies,
+    JobCancel,
+    JobReceipts,
+    JobReplay,
+    JobSubmit,
     LeaseOffer,
+    LeaseOffers,
+    LeaseRecall,
+    LeaseReplies,
     LeaseReply,
     LeaseRevoke,
     Message,
@@ -38,6 +57,8 @@ from transport.messages import (
     Plane,
     Pong,
     Refuse,
+    Results,
+    ResultsRequest,
     Role,
     RunCommand,
     RunState,
@@ -65,12 +86,22 @@ HUB_ROLE: dict[Plane, Role] = {
     Plane.CONTROL: Role.SCHEDULER,
     Plane.TRAJECTORIES: Role.SERVICE,
     Plane.WEIGHTS: Role.SERVICE,
+    Plane.ENROLMENT: Role.SCHEDULER,
 }
 """Whose messages the hub end of a plane sends."""
 
 PERMISSIONS: dict[tuple[Role, Plane], frozenset[type[Message]]] = {
     (Role.AGENT, Plane.CONTROL): frozenset(
-        {Hello, Goodbye, Heartbeat, LeaseReply, AttemptFailed, VersionServing}
+        {
+            Hello,
+            Goodbye,
+            Heartbeat,
+            LeaseReply,
+            LeaseReplies,
+            AttemptFailed,
+            VersionServing,
+            AgentLog,
+        }
     ),
     (Role.TRAINER, Plane.CONTROL): frozenset(
         {Hello, Goodbye, Ping, BatchRequest, GroupUnusable, StepReport, CheckpointReport}
@@ -78,8 +109,21 @@ PERMISSIONS: dict[tuple[Role, Plane], frozenset[type[Message]]] = {
     (Role.SERVICE, Plane.CONTROL): frozenset(
         {Hello, Goodbye, Ping, TrajectoriesStored, BodiesGone, VersionStored}
     ),
-    (Role.OPERATOR, Plane.CONTROL): frozenset({RunSubmit, RunCommand, StatusRequest}),
-    (Role.VIEWER, Plane.CONTROL): frozenset({StatusRequest}),
+    (Role.OPERATOR, Plane.CONTROL): frozenset(
+        {
+            RunSubmit,
+            RunCommand,
+            StatusRequest,
+            ExplainRequest,
+            EventsRequest,
+            AgentOrder,
+            AgentLogsRequest,
+            DeadLettersRequest,
+            JobReplay,
+        }
+    ),
+    (Role.VIEWER, Plane.CONTROL): frozenset({StatusRequest, ExplainRequest, EventsRequest}),
+    (Role.SUBMITTER, Plane.CONTROL): frozenset({JobSubmit, JobCancel, ResultsRequest}),
     (Role.SCHEDULER, Plane.CONTROL): frozenset(
         {
             Welcome,
@@ -89,7 +133,11 @@ PERMISSIONS: dict[tuple[Role, Plane], frozenset[type[Message]]] = {
             HeartbeatReply,
             HostedPolicies,
             LeaseOffer,
+            LeaseOffers,
+            LeaseRecall,
             LeaseRevoke,
+            DrainOrder,
+            AgentLogRequest,
             BatchGrant,
             RunState,
             SummariesAccepted,
@@ -97,10 +145,17 @@ PERMISSIONS: dict[tuple[Role, Plane], frozenset[type[Message]]] = {
             VersionAccepted,
             CommandReply,
             StatusReply,
+            JobReceipts,
+            Results,
+            Explanation,
+            Events,
+            DeadLetters,
+            AgentLogs,
         }
     ),
     (Role.AGENT, Plane.TRAJECTORIES): frozenset({TrajectoryPut}),
     (Role.TRAINER, Plane.TRAJECTORIES): frozenset({BodyRequest}),
+    (Role.SUBMITTER, Plane.TRAJECTORIES): frozenset({BodyRequest}),
     (Role.SERVICE, Plane.TRAJECTORIES): frozenset({TrajectoryAck, TrajectoryRefused, Body, Refuse}),
     (Role.AGENT, Plane.WEIGHTS): frozenset({WeightsRequest, ChunkRequest}),
     (Role.TRAINER, Plane.WEIGHTS): frozenset({VersionOffer, Chunk}),

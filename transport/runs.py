@@ -97,7 +97,12 @@ class EvaluationSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One training effort."""
+    """One training effort. Runs of equal ``priority`` get sequences in flight in proportion to
+    their tenants' shares, and within a tenant to their own ``share``; a higher priority goes first.
+    0 stands for no limit. ``budget_usd`` stops the run once boxes and egress have cost so much;
+    ``hedge_share`` of the tokens may be spent on second attempts for the last groups of a batch;
+    ``require`` maps labels of agents to the values that are allowed (all must match), for example
+    ``region = ["eu-west-1"]`` for data that must stay there."""
 
     name: str
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -107,6 +112,14 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: EvaluationSpec | None = None
     max_attempts: Annotated[int, Meta(ge=1, le=100)] = 5
     max_groups: NotNegative = 0
+    tenant: str = "default"
+    share: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    max_sequences_in_flight: NotNegative = 0
+    tokens_per_minute: NotNegative = 0
+    budget_usd: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    hedge_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.03
+    require: Annotated[dict[str, tuple[str, ...]], Meta(max_length=64)] = {}
 
     def __post_init__(self) -> None:
         """Raises RunTooLarge for a run that is too large for one message."""

@@ -70,6 +70,36 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[str, str]
     groups_done: int
     attempts_failed: int
+    hardware: str = ""
+    labels: dict[str, str] = {}
+    cordoned: bool = False
+    quarantined: str = ""
+    evidence: tuple[str, ...] = ()
+    clock_offset_s: float | None = None
+    price_usd_hour: float = 0.0
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that wants a person: stable ``code``, what it is about, and what to do."""
+
+    code: str
+    subject: str
+    message: str
+    since_s: float
+
+
+class DemandStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run's trainers could use. ``binds`` is generation, links, staleness, training or
+    nothing (no trainer wants work); ``more_slots`` would raise ``steps_hour`` to
+    ``steps_hour_with``; 0 when more slots would not help, ``reason`` says why."""
+
+    run: str
+    binds: str
+    more_slots: int
+    hardware: str
+    steps_hour: float
+    steps_hour_with: float
+    reason: str
 
 
 class EvaluationStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +152,12 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     policies: tuple[PolicyStatus, ...]
     accounting: tuple[AccountingRow, ...]
+    tenant: str = ""
+    cost_usd: float = 0.0
+    tokens: int = 0
+    hedge_tokens: int = 0
+    external_open: int = 0
+    dead_letters: int = 0
 
 
 class SchedulerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,3 +167,5 @@ class SchedulerStatus(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[RunStatus, ...]
     agents: tuple[AgentStatus, ...]
     counters: dict[str, int]
+    demand: tuple[DemandStatus, ...] = ()
+    alerts: tuple[Alert, ...] = ()

@@ -40,3 +40,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     release_repeat_s: float = 15.0
     produce_repeat_s: float = 30.0
     forget_agent_s: float = 86_400.0
+    tenant_shares: dict[str, float] = {}
+    egress_usd_gb: float = 0.0
+    max_dead_letters: int = 1000
+    max_results_per_submitter: int = 100_000

@@ -11,7 +11,7 @@ import msgspec
 
 from transport.errors import StoreError
 from transport.ids import Fence
-from transport.messages import Item, VersionRef
+from transport.messages import AttemptRecord, DeadLetter, Item, JobResult, VersionRef
 from transport.runs import RunSpec
 from transport.status import AccountingRow, CopyState, StepStatus
 
@@ -162,19 +162,38 @@ class Result(msgspec.Struct, frozen=True):
     response_tokens: int
 
 
+class External(msgspec.Struct, frozen=True):
+    """What a submitter asked for beyond the run's own: who it is, its id for the job, until when
+    (core's clock, 0: whenever) and with what."""
+
+    submitter: str
+    id: str
+    due_s: float = 0.0
+    max_new_tokens: int = 0
+    temperature: float | None = None
+    pinned: dict[str, int] = {}
+    require: dict[str, tuple[str, ...]] = {}
+
+
 class Job(Entity):
     """One group to be made. ``items`` go when the result is there; ``avoid`` are agents on which
-    it failed; ``evaluation`` is empty for training."""
+    it failed; ``evaluation`` is empty for training and external jobs; ``history`` are its last
+    tries that are over; ``replays`` how often it was brought back from the dead letters."""
 
     table: ClassVar[str] = "job"
 
     id: str
     run: str
-    kind: Literal["train", "eval"]
+    kind: Literal["train", "eval", "external"]
     index: int
     sequences: int
     items: tuple[Item, ...]
     copies: dict[str, Copy]
+    priority: int = 0
+    created_s: float = 0.0
+    external: External | None = None
+    history: list[AttemptRecord] = []
+    replays: int = 0
     evaluation: str = ""
     state: JobState = "queued"
     attempts: list[Attempt] = []
@@ -195,7 +214,8 @@ class Job(Entity):
 
 
 class Agent(Entity):
-    """An edge agent as it last introduced itself; ``gone`` after it said goodbye."""
+    """An edge agent as it last introduced itself; ``gone`` after it said goodbye. ``quarantined``
+    is why it gets no work until an operator releases it, ``evidence`` what speaks against it."""
 
     table: ClassVar[str] = "agent"
 
@@ -211,6 +231,11 @@ class Agent(Entity):
     groups_done: int = 0
     attempts_failed: int = 0
     gone: bool = False
+    cordoned: bool = False
+    quarantined: str = ""
+    evidence: list[str] = []
+    price_usd_hour: float = 0.0
+    egress_usd_gb: float = 0.0
 
     @property
     def key(self) -> str:
@@ -252,6 +277,63 @@ class Release(Entity):
         return self.digest
 
 
+class Outcome(Entity):
+    """A result that waits for its submitter."""
+
+    table: ClassVar[str] = "outcome"
+
+    submitter: str
+    result: JobResult
+
+    @property
+    def key(self) -> str:
+        return f"{self.submitter}|{self.result.number}"
+
+
+class Submitter(Entity):
+    """``last`` is the highest number that a result of it got, ``confirmed`` up to where it has
+    them."""
+
+    table: ClassVar[str] = "submitter"
+
+    name: str
+    last: int = 0
+    confirmed: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+
+class Dead(Entity):
+    """A job that was given up, as it was, so that it can be tried again."""
+
+    table: ClassVar[str] = "dead"
+
+    letter: DeadLetter
+    job: Job
+
+    @property
+    def key(self) -> str:
+        return self.letter.job
+
+
+class Spend(Entity):
+    """What a run has cost so far: agent time by price, egress of agents and of weights."""
+
+    table: ClassVar[str] = "spend"
+
+    run: str
+    agents_usd: float = 0.0
+    egress_usd: float = 0.0
+    tokens: int = 0
+    hedge_tokens: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.run
+
+
 class Account(Entity):
     """The accounting row of one policy and kind."""
 
@@ -288,6 +370,10 @@ _ENTITIES: tuple[type[Entity], ...] = (
     Agent,
     Evaluation,
     Release,
+    Outcome,
+    Submitter,
+    Dead,
+    Spend,
     Account,
     Counters,
 )
@@ -305,6 +391,10 @@ class Tables:
         self.agents: dict[str, Agent] = {}
         self.evaluations: dict[str, Evaluation] = {}
         self.releases: dict[str, Release] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        self.submitters: dict[str, Submitter] = {}
+        self.dead: dict[str, Dead] = {}
+        self.spends: dict[str, Spend] = {}
         self.accounts: dict[str, Account] = {}
         self.counters: dict[str, Counters] = {}
         self._by_name: dict[str, dict[str, Any]] = {
@@ -315,6 +405,10 @@ class Tables:
             Agent.table: self.agents,
             Evaluation.table: self.evaluations,
             Release.table: self.releases,
+            Outcome.table: self.outcomes,
+            Submitter.table: self.submitters,
+            Dead.table: self.dead,
+            Spend.table: self.spends,
             Account.table: self.accounts,
             Counters.table: self.counters,
         }

@@ -1,0 +1,32 @@
+"""Control plane: operators and viewers."""
+
+from typing import Literal
+
+from transport.messages.base import Message
+from transport.runs import RunSpec
+from transport.status import SchedulerStatus
+
+
+class RunSubmit(Message, frozen=True, kw_only=True):
+    """Submitting the same run again is harmless; another one under the same name is refused."""
+
+    run: RunSpec
+
+
+class RunCommand(Message, frozen=True, kw_only=True):
+    run: str
+    command: Literal["pause", "resume", "stop"]
+
+
+class CommandReply(Message, frozen=True, kw_only=True):
+    ok: bool
+    code: str = ""
+    message: str = ""
+
+
+class StatusRequest(Message, frozen=True, kw_only=True):
+    pass
+
+
+class StatusReply(Message, frozen=True, kw_only=True):
+    status: SchedulerStatus

@@ -1,0 +1,64 @@
+"""Control plane: the scheduler's own trajectory log and weight store."""
+
+import msgspec
+
+from transport.ids import Fence
+from transport.messages.base import Count, Id, Message
+
+
+class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the scheduler sees of a group's result. ``versions`` gives per policy id the
+    oldest and newest version that drew a token; ``agent`` is filled in by the trajectory log
+    from the key of the link."""
+
+    attempt: str
+    fence: Fence
+    job: str
+    digest: str
+    size_bytes: int
+    rewards: tuple[float, ...]
+    lengths: tuple[int, ...]
+    versions: dict[str, tuple[int, int]]
+    prompt_tokens: int
+    queued_s: float
+    generating_s: float
+    agent: str = ""
+
+
+class TrajectoriesStored(Message, frozen=True, kw_only=True):
+    """Durable bodies, announced until the scheduler has accepted each digest."""
+
+    summaries: tuple[GroupSummary, ...]
+
+
+class SummariesAccepted(Message, frozen=True, kw_only=True):
+    """The scheduler has these summaries in its own store."""
+
+    digests: tuple[str, ...]
+
+
+class BodiesReleased(Message, frozen=True, kw_only=True):
+    """No policy needs these bodies any more. Repeated until ``BodiesGone``."""
+
+    digests: tuple[str, ...]
+
+
+class BodiesGone(Message, frozen=True, kw_only=True):
+    digests: tuple[Id, ...]
+
+
+class VersionStored(Message, frozen=True, kw_only=True):
+    """A version is durable in the weight store; announced until ``VersionAccepted``."""
+
+    policy: Id
+    version: Count
+    parent: Count | None
+    step: Count
+    digest: Id
+    delta_bytes: Count
+    full_bytes: Count
+
+
+class VersionAccepted(Message, frozen=True, kw_only=True):
+    policy: str
+    version: int

@@ -1,0 +1,73 @@
+"""Control plane: trainers and the scheduler."""
+
+from typing import Literal
+
+import msgspec
+
+from transport.messages.base import Count, Finite, Id, Message
+
+
+class BatchRequest(Message, frozen=True, kw_only=True):
+    """The trainer wants ``groups`` groups for ``step``; it now holds ``head_version`` of step
+    ``step - 1``. Standing until granted; asking again is harmless."""
+
+    policy: Id
+    step: Count
+    groups: Count
+    head_version: Count
+
+
+class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A granted group: where its body is and how old its oldest token is."""
+
+    job: str
+    digest: str
+    size_bytes: int
+    policy_lag: int
+
+
+class BatchGrant(Message, frozen=True, kw_only=True):
+    """The groups of ``step``. Asking again for the same step gives the same groups."""
+
+    policy: str
+    step: int
+    groups: tuple[GroupRef, ...]
+
+
+class GroupUnusable(Message, frozen=True, kw_only=True):
+    """A granted group cannot be trained on (body missing, or other than its summary); the
+    scheduler grants the step again without it."""
+
+    policy: Id
+    step: Count
+    job: Id
+    code: str
+
+
+class StepReport(Message, frozen=True, kw_only=True):
+    """A step is done. ``version`` is the number under which its weights are being published;
+    busy and waiting time are apart so that the scheduler can tell starvation from slowness."""
+
+    policy: Id
+    step: Count
+    version: Count
+    busy_s: Finite
+    waiting_s: Finite
+    metrics: dict[str, float] = {}
+
+
+class CheckpointReport(Message, frozen=True, kw_only=True):
+    """State of ``step`` is durable: groups taken up to it are never asked for again. ``final``
+    says that the trainer has made its last step and exported the model."""
+
+    policy: Id
+    step: Count
+    version: Count
+    final: bool = False
+
+
+class RunState(Message, frozen=True, kw_only=True):
+    """Told to trainers when a run is paused, resumed or stopped."""
+
+    run: str
+    state: Literal["running", "paused", "stopping", "finished"]
