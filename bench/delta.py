@@ -53,7 +53,7 @@ class Sizes:
 
 
 FULL = Sizes(100_000_000, 1 << 24, 1 << 24, 1 << 27, (512, 8), 12)
-QUICK = Sizes(1 << 24, 1 << 22, 1 << 22, 1 << 26, (256, 6), 4)
+QUICK = Sizes(1 << 24, 1 << 22, 1 << 22, 1 << 25, (256, 6), 4)
 
 
 def labelled(cells: int) -> str:

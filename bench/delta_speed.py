@@ -9,8 +9,10 @@ machine that others use too.
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
@@ -36,6 +38,7 @@ from transport.weights.state import WeightArena
 
 REPETITIONS = 5
 TWO_CORES_MIN = 1.7
+"""Of what the machine gives, the row of memcpy with two threads is a measure."""
 TARGETS = {"fast": (0.35, 0.18), "small": (0.15, 0.08)}
 """By coder: the least speed of encoding (to numpy's diff) and of decoding (to memcpy)."""
 
@@ -122,11 +125,50 @@ def _one_core_seconds(old: Arrays, new: Arrays, model: Model) -> dict[str, float
     return {work: statistics.median(values) for work, values in taken.items()}
 
 
+def _copy_with(threads: int, halves: Sequence[tuple[Arrays, Arrays]]) -> None:
+    if threads == 1:
+        for target, source in halves:
+            _copy(target, source)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(_copy, target, source) for target, source in halves]:
+            done.result()
+
+
+def memcpy_row(old: Model, size: str) -> Row:
+    """What a second core adds where the memory is all there is to do."""
+    arrays = arrays_of(old)
+    receiver = copied(arrays)
+    halves = []
+    for part in (0, 1):
+        cut = {
+            name: slice(part * cells.size // 2, (part + 1) * cells.size // 2)
+            for name, cells in arrays.items()
+        }
+        halves.append(
+            (
+                {name: receiver[name][cut[name]] for name in arrays},
+                {name: arrays[name][cut[name]] for name in arrays},
+            )
+        )
+    best = {
+        threads: min(timed(partial(_copy_with, threads, halves)) for _ in range(REPETITIONS))
+        for threads in (1, 2)
+    }
+    return Row(
+        metric=f"{size}: memcpy, two cores",
+        value=sum(tensor.size_bytes for tensor in old.values()) / 1e6 / best[2],
+        unit="MB/s",
+        reference="one core",
+        ratio=best[1] / best[2],
+    )
+
+
 def two_core_rows(old: Model, new: Model, segment_cells: int, size: str) -> list[Row]:
     """Whole files (digests included) with two threads against one."""
     base = StateDigest.of(old)
     arena = arena_of(old, base)
-    rows = []
+    rows = [memcpy_row(old, size)]
     for coder in ("fast", "small"):
         settings = CodecSettings(coder=coder)
         best: dict[tuple[str, int], float] = {}

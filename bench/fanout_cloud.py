@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from bench.fanout_link import START_S
-from cloud_trainer.chunk_service import ChunkService
 from cloud_trainer.outbox import Outbox
+from transport.chunk_service import ChunkService
 from transport.keys import KeyPair, SigningKey, create_keys, load_server_key, trainer_name
 from transport.messages import (
     ChunkRequest,

@@ -24,7 +24,7 @@ from cloud_trainer.trainer_keys import load_keys
 from transport.errors import ConfigError
 from transport.ids import is_name
 from transport.links import Network
-from transport.messages import Plane
+from transport.messages import WORK_PLANES
 from transport.plane_links import PlaneLinks
 from transport.runtime.clock import Clock, SystemClock
 
@@ -123,7 +123,7 @@ async def _incarnations(
                 if rollbacks > MAX_ROLLBACKS:
                     return 1
                 # New connections: what was asked for on the old ones is then asked for again.
-                for plane in Plane:
+                for plane in WORK_PLANES:
                     links.renew(plane)
 
 

@@ -17,7 +17,6 @@ import structlog
 
 from cloud_trainer.bodies import CheckedBody, Group, check_body
 from cloud_trainer.checkpoints import CheckpointMeta
-from cloud_trainer.chunk_service import ChunkService
 from cloud_trainer.config import TrainerTable
 from cloud_trainer.core import effects as do
 from cloud_trainer.core import events as on
@@ -32,10 +31,19 @@ from cloud_trainer.ranks import LeadTrainer, Ranks
 from cloud_trainer.tracking import MetricsFile
 from cloud_trainer.trainer import Arrays
 from cloud_trainer.workers import Workers
+from transport.chunk_service import ChunkService
 from transport.errors import ConfigError, FarflowError, InvariantViolation
 from transport.ids import policy_name
 from transport.keys import SigningKey
-from transport.messages import Body, ChunkRequest, Goodbye, GroupUnusable, Message, Plane
+from transport.messages import (
+    WORK_PLANES,
+    Body,
+    ChunkRequest,
+    Goodbye,
+    GroupUnusable,
+    Message,
+    Plane,
+)
 from transport.plane_links import PlaneLinks
 from transport.runs import RunSpec
 from transport.runtime.clock import Clock
@@ -144,7 +152,7 @@ class TrainerShell:
         return ended
 
     def _parts(self, stop: asyncio.Event) -> list[Coroutine[Any, Any, None]]:
-        receivers = [self._receive(plane) for plane in Plane]
+        receivers = [self._receive(plane) for plane in WORK_PLANES]
         return [*receivers, self._chunks.run(), self._keep_time(), self._watch(stop)]
 
     async def _watch(self, stop: asyncio.Event) -> None:
@@ -158,7 +166,7 @@ class TrainerShell:
             if isinstance(message, ChunkRequest):
                 self._chunks.ask(message)
             if isinstance(message, Body) and payload:
-                self._arrived[message.digest] = payload[0]
+                self._arrived[message.digest] = b"".join(payload)
             self._feed(event(message))
             self._arrived.clear()
 

@@ -4,15 +4,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from transport.errors import ConfigError
-from transport.keys import KeyPair, SigningKey, load_server_key, trainer_name
+from transport.keys import KeyPair, SigningKey, trainer_name
 from transport.runtime.settings import TransportConfig
+from transport.server_keys import PinnedServerKeys
 
 
 class TrainerKeys(NamedTuple):
-    """Our own pair, the scheduler's public key, and what signs manifests."""
+    """Our own pair, the scheduler's public keys, and what signs manifests."""
 
     link: KeyPair
-    server: str
+    server: PinnedServerKeys
     signer: SigningKey
 
 
@@ -36,4 +37,4 @@ def load_keys(transport: TransportConfig, policy: str, *, link: str, signing: st
         )
     if pair.policy != policy:
         raise ConfigError(f"{link_path}: is the key of {pair.policy}, trainer.policy is {policy}")
-    return TrainerKeys(pair, load_server_key(folder), signer)
+    return TrainerKeys(pair, PinnedServerKeys(folder), signer)

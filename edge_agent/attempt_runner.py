@@ -96,6 +96,7 @@ class AttemptRunner:
 
     async def _run(self, key: Key, effect: RunAttempt) -> None:
         name, fence = key
+        structlog.contextvars.bind_contextvars(attempt=name)  # the workflow's own lines, too
         generation_time = GenerationTime(self._clock)
         try:
             group = await self._produced(effect.offer, generation_time)
@@ -165,7 +166,7 @@ class AttemptRunner:
         body = pack(group)
         if len(body) > MAX_PACKED_BYTES:
             raise SizeLimitExceeded(
-                f"the packed group has {len(body)} bytes, one frame holds {MAX_PACKED_BYTES}; "
+                f"the packed group has {len(body)} bytes, at most {MAX_PACKED_BYTES} are taken; "
                 "lower group_size or max_new_tokens"
             )
         summary = summarise(group, body, fence=fence, queued_s=queued_s, generating_s=generating_s)

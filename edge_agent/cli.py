@@ -1,10 +1,11 @@
 """The command line of the agent daemon."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from transport.runtime.daemon_cli import Serve, daemon_command
+from transport.runtime.daemon_cli import EXIT_FAILED, Serve, daemon_command, foreseen_errors
 
 if TYPE_CHECKING:
     from edge_agent.config import AgentConfig
@@ -33,3 +34,157 @@ agent_group.add_command(
         """,
     )
 )
+
+
+@agent_group.command("drain")
+@click.option(
+    "--config",
+    "files",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="The agent's file; may repeat, later ones win.",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override table.field, as agent.folder=FOLDER; may repeat.",
+)
+@click.option(
+    "--deadline", metavar="DURATION", help="Time to finish, as 10min; agent.drain_s by default."
+)
+@click.option("--no-wait", is_flag=True, help="Return once the agent was told.")
+def drain(
+    files: tuple[str, ...], overrides: tuple[str, ...], deadline: str | None, no_wait: bool
+) -> None:
+    """Let the agent that runs on this box finish or hand back what it holds, and leave.
+
+    It is found through its folder. Finished work that the scheduler does not have yet stays in the
+    folder and leaves with the next start. Exit status 1 when no agent runs there, or when it still
+    does after its time and as much again as it takes to close.
+    """
+    from edge_agent.config import AgentConfig
+    from edge_agent.draining import CLOSING_S, ask_to_drain, wait_for_end
+    from transport.runtime.config import load_config
+    from transport.runtime.units import parse_duration_s
+
+    with foreseen_errors("farflow agent drain"):
+        table = load_config(AgentConfig, files, overrides).value.agent
+        deadline_s = None if deadline is None else parse_duration_s(deadline, "--deadline")
+        pid = ask_to_drain(Path(table.folder), deadline_s)
+    if no_wait:
+        click.echo(f"the agent (process {pid}) was told to drain")
+        return
+    within_s = (table.drain_s if deadline_s is None else deadline_s) + CLOSING_S
+    if not wait_for_end(pid, within_s):
+        click.echo(f"the agent (process {pid}) still runs after {within_s:g} s", err=True)
+        raise SystemExit(EXIT_FAILED)
+    click.echo(f"the agent (process {pid}) has left")
+
+
+@agent_group.command("enrol")
+@click.option(
+    "--token-file",
+    required=True,
+    metavar="FILE",
+    help="The token, as `farflow token create` wrote it; - reads standard input.",
+)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("farflow-agent"),
+    show_default=True,
+    help="Gets agent.toml, keys/ and, later, what the agent keeps.",
+)
+@click.option("--name", default="", help="What to be called; the host's name by default.")
+def enrol(token_file: str, folder: Path, name: str) -> None:
+    """Make a key for this box and let it in with a token.
+
+    The key is made here and never leaves. Running it again goes on with an enrolment that was cut
+    off, and changes nothing once it is complete.
+    """
+    import asyncio
+
+    from edge_agent.enrol import enrol as let_in
+    from edge_agent.enrol import write_config
+    from transport.runtime.files import private_dir
+    from transport.runtime.logs import configure_logging
+    from transport.token_files import Enrolment, load_token
+    from transport.zmq_links import ZmqNetwork
+
+    async def run() -> Enrolment:
+        network = ZmqNetwork()
+        try:
+            return await let_in(network, load_token(token_file), folder / "keys", name=name)
+        finally:
+            await network.close()
+
+    configure_logging("warning", component="agent enrol")
+    with foreseen_errors("farflow agent enrol"):
+        folder = private_dir(folder.absolute())
+        facts = asyncio.run(run())
+        path = write_config(folder, facts)
+    click.echo(f"enrolled as {facts.name} with {facts.host}")
+    click.echo(f"start it with: farflow agent run --config {path}")
+
+
+@agent_group.command("doctor")
+@click.option(
+    "--config",
+    "files",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="The agent's file; may repeat, later ones win.",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override table.field; may repeat.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Everything that was found, as JSON.")
+def doctor(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
+    """Find out what keeps this box from working, and say what to do about the first thing.
+
+    A running agent is not disturbed. Exit status: 0 nothing is wrong (warnings aside), 1 something
+    is, 78 the configuration does not load.
+    """
+    import asyncio
+    import json
+
+    from edge_agent.config import AgentConfig
+    from edge_agent.doctor import Doctor, Finding, first_wrong
+    from transport.runtime.clock import SystemClock
+    from transport.runtime.config import load_config
+    from transport.runtime.logs import configure_logging
+    from transport.zmq_links import ZmqNetwork
+
+    async def run() -> list[Finding]:
+        network = ZmqNetwork()
+        try:
+            return await Doctor(config, network, SystemClock()).examine()
+        finally:
+            await network.close()
+
+    configure_logging("error", component="agent doctor")
+    with foreseen_errors("farflow agent doctor"):
+        config = load_config(AgentConfig, files, overrides).value
+        findings = asyncio.run(run())
+    wrong = first_wrong(findings)
+    if as_json:
+        shown = [finding._asdict() for finding in findings]
+        first = None if wrong is None else wrong.probe
+        click.echo(json.dumps({"healthy": wrong is None, "first": first, "findings": shown}))
+    else:
+        for finding in findings:
+            click.echo(f"{finding.state:<8} {finding.probe:<17} {finding.text}")
+        for finding in findings:
+            if finding.state == "warning":
+                click.echo(f"advice: {finding.probe}: {finding.remedy}")
+        if wrong is not None:
+            click.echo(f"first: {wrong.probe}: {wrong.text}\nremedy: {wrong.remedy}")
+    raise SystemExit(0 if wrong is None else EXIT_FAILED)

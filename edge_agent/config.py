@@ -32,16 +32,23 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``verify_every_swaps`` swaps, and at every version whose full digest is signed, the copy of a
     policy is read again as a whole, after the first two and every ``read_back_every_swaps``-th
     some cells of the engine are compared with it (0: never); ``workflows`` are extra
-    ``module:function`` references that this agent offers beside the shipped ones."""
+    ``module:function`` references that this agent offers beside the shipped ones;
+    ``price_usd_hour`` is what the box costs, ``egress_usd_gb`` what a gigabyte (10^9 bytes) costs
+    that leaves it (0: unknown or free), for budgets and for ties between agents; with
+    ``token_file`` the agent enrols itself at its first start, and takes key, host and ports from
+    that enrolment."""
 
     folder: str = "agent"
     key: str = ""
+    token_file: str = ""
     engine: Literal["torch", "fake"] = "torch"
     slots: Count = 64
     device: str = "cpu"
     threads: Count = 1
     hardware: str = ""
     labels: dict[str, str] = {}
+    price_usd_hour: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+    egress_usd_gb: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
     workflows: tuple[str, ...] = ()
     local_models: dict[str, str] = {}
     spool_bytes: Bytes = 1 * 2**30

@@ -1,29 +1,34 @@
 """The agent daemon: claims its folder, connects, and serves.
 
-Exit status: 0 asked to stop (work finished or handed back within ``drain_s``), 1 refused by the
+Exit status: 0 asked to stop (work finished or handed back within ``drain_s``, or the time that the
+order or ``farflow agent drain`` gave), 1 refused by the
 scheduler or failed, 78 (from the command line) wrong configuration.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from edge_agent.config import AgentConfig
 from edge_agent.engine import Engine
+from edge_agent.enrol import enrolled_config
 from edge_agent.home import AgentHome
 from edge_agent.shell import AgentShell
 from transport.errors import ConfigError
-from transport.keys import KeyPair, load_server_key
+from transport.keys import KeyPair
 from transport.links import Network
 from transport.messages import Role
 from transport.plane_links import PlaneLinks
 from transport.runtime.clock import Clock, SystemClock
 from transport.runtime.files import lock_folder, private_dir
+from transport.runtime.log_ring import LogRing
 from transport.runtime.settings import TransportConfig
+from transport.server_keys import PinnedServerKeys
 from transport.source_links import SourceLinks
 
+T = TypeVar("T")
 MakeEngine = Callable[[AgentConfig, Clock], Engine]
 
 
@@ -56,7 +61,8 @@ async def run_daemon(
         ConfigError: settings or keys are wrong.
         StoreError: the folder is in use, or the disk refused.
     """
-    key, server_key = load_keys(config.transport, config.agent.key)
+    if not config.agent.token_file:
+        load_keys(config.transport, config.agent.key)  # what is wrong is said before anything else
     clock = SystemClock() if clock is None else clock
     own_network = network is None
     if network is None:
@@ -64,8 +70,13 @@ async def run_daemon(
 
         network = ZmqNetwork()
     try:
+        found = await _unless_stopped(enrolled_config(config, network), stop)
+        if found is None:
+            return 0
+        config = found
+        key, server_key = load_keys(config.transport, config.agent.key)
         folder = await asyncio.to_thread(private_dir, Path(config.agent.folder))
-        with lock_folder(folder):
+        with lock_folder(folder), LogRing() as log_ring:
             home = await asyncio.to_thread(AgentHome, folder, config, clock.wall_s())
             engine = engines(config, clock)
             await engine.start()
@@ -89,6 +100,7 @@ async def run_daemon(
                         links,
                         lambda arrived, changed: sources(arrived=arrived, changed=changed),
                         clock,
+                        log_ring,
                     )
                     on_ready({"ready": True, "ports": {}, "agent": key.name})
                     return await shell.run(stop)
@@ -101,8 +113,21 @@ async def run_daemon(
             await network.close()
 
 
-def load_keys(transport: TransportConfig, path: str) -> tuple[KeyPair, str]:
-    """Our own pair and the scheduler's public key.
+async def _unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
+    """The result of ``work``; None when ``stop`` was set before."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, stopped):
+            one.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+def load_keys(transport: TransportConfig, path: str) -> tuple[KeyPair, PinnedServerKeys]:
+    """Our own pair and the scheduler's public keys.
 
     Raises:
         ConfigError: a file is missing, or is not an agent's.
@@ -114,4 +139,4 @@ def load_keys(transport: TransportConfig, path: str) -> tuple[KeyPair, str]:
         raise ConfigError(
             f"{path}: is the key of role {pair.role.value}, agent.key needs an agent's"
         )
-    return pair, load_server_key(Path(transport.keys))
+    return pair, PinnedServerKeys(Path(transport.keys))

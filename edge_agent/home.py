@@ -5,19 +5,22 @@ one of the newest fence; what is damaged is thrown away and logged, never used.
 
     FOLDER/incarnation      how often this agent was started (or the time, if that is more)
     FOLDER/spool/           finished groups (``edge_agent.spool``)
+    FOLDER/drain.json       the deadline of a ``farflow agent drain`` under way
     FOLDER/weights/         copies of the policies' weights (``edge_agent.weight_copy``)
+    FOLDER/certified.json   signers that the root has certified (``edge_agent.trust``)
 """
 
 import os
+import secrets
 from pathlib import Path
 
 import structlog
 
 from edge_agent.config import AgentConfig
+from edge_agent.draining import take_note
 from edge_agent.spool import Spool
+from edge_agent.trust import AgentTrust
 from edge_agent.weight_copy import WeightCopies
-from transport.errors import ConfigError
-from transport.keys import SignerKey, load_signers
 from transport.messages import GroupSummary
 from transport.runtime.files import next_incarnation
 
@@ -32,30 +35,21 @@ class AgentHome:
     """
 
     def __init__(self, folder: Path, config: AgentConfig, wall_s: float) -> None:
+        self.folder = folder
+        take_note(folder)  # meant for an earlier life
         self.incarnation = next_incarnation(folder, wall_s)
         self.spool = Spool(folder / "spool", config.agent.spool_bytes)
-        self.signers: dict[str, SignerKey] = {}
-        self._signers_folder = Path(config.transport.keys) / "signers"
-        self.refresh_trust()
+        self.process = secrets.token_hex(16)
+        self.trust = AgentTrust(Path(config.transport.keys), folder)
         self.copies = WeightCopies(
             folder / "weights",
-            trusted=self.signers,
+            trusted=self.trust.signers,
             decode_threads=config.agent.decode_threads or min(4, os.cpu_count() or 1),
         )
         self.spooled = self._newest_per_attempt()
         for reason in (*self.spool.discarded, *self.copies.warnings):
             _log.warning("agent.discarded", reason=reason)
         self.copies.warnings.clear()
-
-    def refresh_trust(self) -> None:
-        """Read again whose manifests are believed: a new run brings a new trainer."""
-        try:
-            found = load_signers(self._signers_folder)
-        except ConfigError as error:
-            _log.warning("signers.not_read", reason=str(error))
-            return
-        self.signers.clear()
-        self.signers.update(found)
 
     def _newest_per_attempt(self) -> list[GroupSummary]:
         newest: dict[str, GroupSummary] = {}

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from importlib import metadata
 
+import msgspec
 import structlog
 
 from edge_agent.attempt_runner import AttemptRunner
@@ -24,9 +25,11 @@ from edge_agent.core.effects import (
     Effect,
     Exit,
     FetchPlan,
+    OfferBodies,
     OpenCopy,
     RemakeLink,
     RunAttempt,
+    SendLog,
     SwapWeights,
     ToScheduler,
     ToTrajectoryLog,
@@ -47,6 +50,7 @@ from edge_agent.core.events import (
 )
 from edge_agent.core.machine import AgentCore
 from edge_agent.core.settings import AgentSettings
+from edge_agent.draining import take_note
 from edge_agent.engine import Engine
 from edge_agent.home import AgentHome
 from edge_agent.rewards import RewardPool, available_rewards
@@ -54,11 +58,32 @@ from edge_agent.uploader import Uploader
 from edge_agent.weights_client import WeightsClient
 from edge_agent.workflow import SHIPPED, Workflow, load_workflow
 from transport.chunk_parts import SourceId
+from transport.envelope import CONTROL_FRAME_BYTES, KIB
 from transport.errors import InvariantViolation, StoreError
-from transport.messages import Chunk, Goodbye, LeaseReply, Message, Plane, Welcome
+from transport.messages import (
+    WORK_PLANES,
+    AgentLog,
+    Chunk,
+    ChunkRequest,
+    Goodbye,
+    Hello,
+    LeaseReplies,
+    LeaseReply,
+    Message,
+    NextServerKey,
+    Plane,
+    Refuse,
+    WeightsRequest,
+    Welcome,
+)
 from transport.plane_links import PlaneLinks
 from transport.runtime.clock import Clock
+from transport.runtime.log_ring import LogRing
+from transport.runtime.shutdown import Stop
 from transport.source_links import ORIGIN, SourceLinks
+
+_LOG_BYTES = CONTROL_FRAME_BYTES - 16 * KIB
+"""What lines of log may take in one message; the rest is for what frames each of them."""
 
 _log = structlog.get_logger()
 
@@ -79,6 +104,8 @@ def core_settings(config: AgentConfig, workflows: Mapping[str, Workflow]) -> Age
         workflows={name: workflow.fingerprint for name, workflow in workflows.items()},
         rewards=available_rewards(),
         labels=table.labels,
+        price_usd_hour=table.price_usd_hour,
+        egress_usd_gb=table.egress_usd_gb,
         spool_bytes=table.spool_bytes,
         upload_window_bytes=table.upload_window_bytes,
         attempt_timeout_s=table.attempt_timeout_s,
@@ -103,6 +130,7 @@ class AgentShell:
         links: PlaneLinks,
         make_sources: MakeSources,
         clock: Clock,
+        log_ring: LogRing,
     ) -> None:
         workflows = {name: load_workflow(name) for name in (*SHIPPED, *config.agent.workflows)}
         self.core = AgentCore(
@@ -116,6 +144,10 @@ class AgentShell:
         self._engine = engine
         self._links = links
         self._clock = clock
+        self._log_ring = log_ring
+        self._folder = home.folder
+        self._trust = home.trust
+        self._process = home.process
         self._spool = home.spool
         self._rewards = RewardPool(config.agent.reward_timeout_s)
         self._runner = AttemptRunner(
@@ -136,7 +168,7 @@ class AgentShell:
             clock=clock,
             rng=random.Random(),  # noqa: S311 - chooses cells to look at
             feed=self.feed,
-            refresh_trust=home.refresh_trust,
+            refresh_trust=home.trust.refresh,
             local_models=config.agent.local_models,
         )
         self._events: deque[Event] = deque()
@@ -146,7 +178,8 @@ class AgentShell:
         self._outcome: asyncio.Future[Exit] | None = None
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Until the core says ``Exit``; ``stop`` asks it to drain. Returns the exit status."""
+        """Until the core says ``Exit``; ``stop`` asks it to drain, and a ``Stop`` that is asked for
+        again, to leave at once. Returns the exit status."""
         outcome: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._outcome = outcome
         _log.info("agent.started", incarnation=self.core.incarnation)
@@ -158,12 +191,13 @@ class AgentShell:
                 tasks.create_task(self._links.receive(Plane.WEIGHTS, self._from_store)),
                 *(
                     tasks.create_task(self._links.watch(plane, self._link_changed))
-                    for plane in Plane
+                    for plane in WORK_PLANES
                 ),
                 tasks.create_task(self._uploader.run()),
                 tasks.create_task(self._sources.run()),
                 tasks.create_task(self._drain_at(stop)),
             ]
+            self._measure()
             self.feed(Tick())
             ended = await outcome
             for task in background:
@@ -192,16 +226,35 @@ class AgentShell:
     # ---- what happens ------------------------------------------------------------------------
 
     async def _drain_at(self, stop: asyncio.Event) -> None:
+        """``farflow agent drain`` leaves a note before its signal: a second one only brings the end
+        forward, while a second plain SIGTERM is the end."""
         await stop.wait()
-        _log.info("agent.draining")
-        self.feed(DrainRequested(reason="stop requested"))
+        note = await asyncio.to_thread(take_note, self._folder)
+        deadline_s = None if note is None else note.deadline_s
+        _log.info("agent.draining", deadline_s=deadline_s)
+        self.feed(DrainRequested(reason="stop requested", deadline_s=deadline_s))
+        while isinstance(stop, Stop):
+            await stop.again.wait()
+            stop.again.clear()
+            note = await asyncio.to_thread(take_note, self._folder)
+            deadline_s = 0.0 if note is None else note.deadline_s
+            _log.info("agent.asked_again", deadline_s=deadline_s)
+            self.feed(DrainRequested(reason="asked again", deadline_s=deadline_s))
 
     def _from_scheduler(self, message: Message, payload: list[bytes]) -> None:
         if isinstance(message, Welcome):
             _log.info("agent.welcome", term=message.term, policies=message.policies)
+        if self._trust.take(message):
+            self._group.create_task(asyncio.to_thread(self._trust.keep), name="keep keys")
+        if isinstance(message, NextServerKey):
+            return
+        if isinstance(message, Refuse):
+            _log.warning("agent.refused", code=message.code, reason=message.message)
         self.feed(FromScheduler(message=message))
 
     def _from_log(self, message: Message, payload: list[bytes]) -> None:
+        if isinstance(message, ChunkRequest):
+            self._uploader.asked(message)
         self.feed(FromTrajectoryLog(message=message))
 
     def _from_store(self, message: Message, payload: list[bytes]) -> None:
@@ -225,6 +278,10 @@ class AgentShell:
 
     def _on_timer(self) -> None:
         self._timer = None
+        self._measure()
+        self.feed(Tick())
+
+    def _measure(self) -> None:
         stats = self._engine.stats()
         self.feed(
             Measured(
@@ -233,9 +290,9 @@ class AgentShell:
                 waiting_sequences=stats.waiting,
                 bytes_up=self._links.bytes_up,
                 bytes_down=self._links.bytes_down + self._sources.bytes_down,
+                wall_s=self._clock.wall_s(),
             )
         )
-        self.feed(Tick())
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -252,10 +309,14 @@ class AgentShell:
         match effect:
             case ToScheduler(message=message):
                 self._tell(message)
+            case ToWeightStore(message=WeightsRequest() as request):
+                self._send(Plane.WEIGHTS, self._weights.requesting(request))
             case ToWeightStore(message=message):
                 self._send(Plane.WEIGHTS, message)
             case ToTrajectoryLog(summary=summary):
                 self._uploader.put(summary)
+            case OfferBodies(summaries=summaries):
+                self._uploader.offer(summaries)
             case RemakeLink(plane=plane):
                 if plane is Plane.TRAJECTORIES:
                     self._uploader.clear()
@@ -275,6 +336,9 @@ class AgentShell:
                 | DiscardCopy()
             ):
                 self._weights.perform(effect, self._group)
+            case SendLog(request=request, run=run, lines=lines):
+                found = self._log_ring.recent(lines, run=run, max_bytes=_LOG_BYTES)
+                self._tell(AgentLog(request=request, lines=found))
             case Exit():
                 if self._outcome is not None and not self._outcome.done():
                     self._outcome.set_result(effect)
@@ -289,10 +353,13 @@ class AgentShell:
 
     def _tell(self, message: Message) -> None:
         match message:
-            case LeaseReply(accepted=False):
-                _log.info("lease.declined", attempt=message.attempt, reason=message.reason)
+            case Hello():
+                message = msgspec.structs.replace(message, process=self._process)
             case LeaseReply():
-                _log.debug("lease.accepted", attempt=message.attempt)
+                _log_reply(message)
+            case LeaseReplies(replies=replies):
+                for reply in replies:
+                    _log_reply(reply)
             case Goodbye():
                 _log.info("agent.goodbye", reason=message.reason)
             case _:
@@ -304,10 +371,18 @@ class AgentShell:
             self.feed(SendFailed(plane=plane, message=message))
 
     async def _drop(self, attempt: str, digest: str) -> None:
+        self._uploader.dropped(digest)
         try:
             await asyncio.to_thread(self._spool.drop, digest)
         except StoreError as error:
             _log.warning("spool.not_dropped", attempt=attempt, reason=str(error))
+
+
+def _log_reply(reply: LeaseReply) -> None:
+    if reply.accepted:
+        _log.debug("lease.accepted", attempt=reply.attempt)
+    else:
+        _log.info("lease.declined", attempt=reply.attempt, reason=reply.reason)
 
 
 def _build() -> str:

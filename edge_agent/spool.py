@@ -2,21 +2,24 @@
 
 What always holds: a body is durable when ``put`` returns; a file under its final name is whole, or
 it is thrown away (and reported) when the spool is opened; entries keep their order over a restart;
-the folder never holds more than ``max_bytes`` of bodies. Calls block and may come from several
-threads.
+the folder never holds more than ``max_bytes`` of bodies; a chunk that is given out is what was put.
+Calls block, except those about memory alone (``has``, ``chunk_bytes``, ``offer``), and may come
+from several threads.
 
     SEQUENCE-DIGEST.group    "fsp1" | u32 summary size | summary (MessagePack) | body | SHA-256
                              of all before it; integers little-endian
 """
 
 import hashlib
+import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from transport.errors import ChecksumMismatch, StoreError
-from transport.messages import GroupSummary
+from transport.messages import GroupSummary, OfferedBody
 from transport.runtime.files import (
     atomic_write,
     fsync_dir,
@@ -25,6 +28,7 @@ from transport.runtime.files import (
     store_errors,
 )
 from transport.trajectory import MAX_PACKED_BYTES, body_digest
+from transport.weights.manifest import chunk_digest
 
 _MAGIC = b"fsp1"
 _PREFIX_BYTES = 8
@@ -32,6 +36,21 @@ _CHECK_BYTES = 32
 _MAX_SUMMARY_BYTES = 1 << 20
 _MAX_FILE_BYTES = _PREFIX_BYTES + _MAX_SUMMARY_BYTES + MAX_PACKED_BYTES + _CHECK_BYTES
 _SUFFIX = ".group"
+_CHUNK_BYTES = 256 << 10
+_LARGE_BODY_BYTES = 8 << 20
+_LARGE_CHUNK_BYTES = 1 << 20
+"""Bodies of more than ``_LARGE_BODY_BYTES`` are cut into chunks of so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A body in its file, and its chunks as it was put."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+    chunk_bytes: int
+    chunk_digests: tuple[bytes, ...]
 
 
 class Spool:
@@ -47,7 +66,7 @@ class Spool:
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._paths: dict[str, Path] = {}
+        self._stored: dict[str, _Stored] = {}
         self._entries: list[GroupSummary] = []
         self._sizes: dict[str, int] = {}
         self._next = 0
@@ -70,7 +89,7 @@ class Spool:
     def has(self, digest: str) -> bool:
         """Whether a body is stored and was not dropped."""
         with self._lock:
-            return digest in self._paths
+            return digest in self._stored
 
     def put(self, summary: GroupSummary, body: bytes) -> None:
         """Store a body under its digest; storing it again is harmless.
@@ -100,7 +119,7 @@ class Spool:
                 del self._sizes[digest]
             raise StoreError(f"the spool did not take a group: {error}") from error
         with self._lock:
-            self._paths[digest] = path
+            self._stored[digest] = _stored(path, len(content) - len(body), body)
 
     def read(self, digest: str) -> bytes:
         """A stored body.
@@ -110,13 +129,53 @@ class Spool:
             ChecksumMismatch: the file is damaged.
         """
         with self._lock:
-            path = self._paths.get(digest)
-        if path is None:
+            stored = self._stored.get(digest)
+        if stored is None:
             raise StoreError(f"the spool has no body {digest[:12]}")
         try:
-            return _parse(path)[1]
+            return _parse(stored.path)[1]
         except FileNotFoundError as error:
-            raise StoreError(f"{path} was removed by somebody else") from error
+            raise StoreError(f"{stored.path} was removed by somebody else") from error
+
+    def chunk_bytes(self, digest: str) -> int | None:
+        """Size of a body's chunks; None when it is not here (any more)."""
+        with self._lock:
+            stored = self._stored.get(digest)
+        return None if stored is None else stored.chunk_bytes
+
+    def offer(self, summary: GroupSummary) -> OfferedBody | None:
+        """How the log is told of a body; None when it is not here (any more)."""
+        with self._lock:
+            stored = self._stored.get(summary.digest)
+        if stored is None:
+            return None
+        return OfferedBody(
+            summary=summary, chunk_bytes=stored.chunk_bytes, chunk_digests=stored.chunk_digests
+        )
+
+    def read_chunk(self, digest: str, index: int) -> bytes | None:
+        """One chunk of a body; None when there is no such chunk (any more).
+
+        Raises:
+            StoreError: the disk refused, or the file is gone.
+            ChecksumMismatch: the file is damaged.
+        """
+        with self._lock:
+            stored = self._stored.get(digest)
+        if stored is None or not 0 <= index < len(stored.chunk_digests):
+            return None
+        start = index * stored.chunk_bytes
+        size_bytes = min(stored.chunk_bytes, stored.size_bytes - start)
+        try:
+            with store_errors("read", stored.path), open(stored.path, "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size_bytes, stored.offset + start)
+        except FileNotFoundError as error:
+            if not self.has(digest):  # dropped meanwhile
+                return None
+            raise StoreError(f"{stored.path} was removed by somebody else") from error
+        if chunk_digest(data) != stored.chunk_digests[index]:
+            raise ChecksumMismatch(f"{stored.path}: chunk {index} is damaged")
+        return data
 
     def drop(self, digest: str) -> None:
         """Forget a body; one that is not there is none.
@@ -125,11 +184,11 @@ class Spool:
             StoreError: the disk refused.
         """
         with self._lock:
-            path = self._paths.pop(digest, None)
+            stored = self._stored.pop(digest, None)
             self._sizes.pop(digest, None)
-        if path is not None:
-            with store_errors("remove", path):
-                path.unlink(missing_ok=True)
+        if stored is not None:
+            with store_errors("remove", stored.path):
+                stored.path.unlink(missing_ok=True)
             # A name that comes back after a power cut would only be sent again: no sync needed.
 
     def _load(self, path: Path) -> None:
@@ -144,10 +203,22 @@ class Spool:
             fsync_dir(self._folder)
             return
         self._entries.append(summary)
-        self._paths[summary.digest] = path
+        self._stored[summary.digest] = _stored(
+            path, path.stat().st_size - _CHECK_BYTES - len(body), body
+        )
         self._sizes[summary.digest] = len(body)
         if number.isdigit():
             self._next = max(self._next, int(number) + 1)
+
+
+def _stored(path: Path, offset: int, body: bytes) -> _Stored:
+    chunk_bytes = _CHUNK_BYTES if len(body) <= _LARGE_BODY_BYTES else _LARGE_CHUNK_BYTES
+    view = memoryview(body)
+    digests = (
+        chunk_digest(view[start : start + chunk_bytes])
+        for start in range(0, len(body), chunk_bytes)
+    )
+    return _Stored(path, offset, len(body), chunk_bytes, tuple(digests))
 
 
 def _parse(path: Path) -> tuple[GroupSummary, bytes]:

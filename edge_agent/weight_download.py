@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, NamedTuple, Protocol
 
+import msgspec
 import structlog
 
 from transport.chunk_parts import ChunkSource, SourceId
 from transport.chunks import ChunkFetcher, ReceivedChunk
 from transport.errors import LinkError
-from transport.messages import Chunk, ChunkRequest
+from transport.messages import Ahead, Chunk, ChunkRequest, WeightsRequest
 from transport.runtime.clock import Clock
+from transport.source_links import ORIGIN
 from transport.weights.manifest import FileEntry
 
 STALL_S = 120.0
@@ -27,6 +29,9 @@ RELAY_PATIENCE_S = 8.0
 RELAY_LIED_S = 600.0
 RELAY_SILENT_S = 60.0
 """For how long a relay is left alone after it delivered a wrong chunk, or nothing."""
+
+EARLY_BYTES = 16 << 20
+"""Pieces that were sent unasked and came before their fetch began."""
 
 _MAX_WAITING_CHUNKS = 256
 _MAX_WRITING = 8
@@ -51,6 +56,8 @@ class ChunkSources(Protocol):
 
     def sources(self) -> list[ChunkSource]: ...
 
+    def ahead(self) -> tuple[int, int]: ...
+
     def is_up(self, source: SourceId) -> bool: ...
 
     def send(self, source: SourceId, request: ChunkRequest) -> None: ...
@@ -66,9 +73,11 @@ class _Arrival(NamedTuple):
 
 
 class _Inbox:
-    """What happened that one fetch has not seen yet. News of sources are never dropped."""
+    """What happened that one fetch, of ``files``, has not seen yet. News of sources are never
+    dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: frozenset[str]) -> None:
+        self.files = files
         self.chunks: deque[_Arrival] = deque()
         self.changes: deque[tuple[SourceId, bool]] = deque()
         self.wake = asyncio.Event()
@@ -87,16 +96,42 @@ class Downloads:
         self._clock = clock
         self._inboxes: set[_Inbox] = set()
         self._avoided: dict[SourceId, float] = {}
+        self._early: deque[_Arrival] = deque()
+        self.early_bytes = 0
+        self._cut = False
+        self.breaks = 0
+        """How often the origin's connection went down."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weight-chunks")
 
     def arrived(self, source: SourceId, chunk: Chunk, payload: Sequence[bytes]) -> None:
-        """A chunk or part came; every fetch that waits for its file gets it."""
+        """A chunk or part came; every fetch that waits for its file gets it, or one that begins
+        soon."""
         data, now = payload[0] if payload else b"", self._clock.monotonic_s()
+        arrival = _Arrival(source, chunk, data, now)
+        wanted = False
         for inbox in self._inboxes:
-            inbox.put(_Arrival(source, chunk, data, now))
+            if chunk.digest in inbox.files:
+                inbox.put(arrival)
+                wanted = True
+        if not wanted:
+            self._early.append(arrival)
+            self.early_bytes += len(data)
+            while self.early_bytes > EARLY_BYTES or len(self._early) > _MAX_WAITING_CHUNKS:
+                self.early_bytes -= len(self._early.popleft().data)
+
+    def requesting(self, request: WeightsRequest, *, policies: int) -> WeightsRequest:
+        """With what may follow the plan unasked, where ``policies`` share the connection. Nothing
+        after a fetch that was cut: some of it is on disk."""
+        if request.have_version is None or self._cut:
+            return request
+        ahead_bytes, piece_bytes = self._sources.ahead()
+        return msgspec.structs.replace(
+            request, ahead_bytes=ahead_bytes // max(1, policies), ahead_piece_bytes=piece_bytes
+        )
 
     def changed(self, source: SourceId, up: bool) -> None:
         """A connection came up or went down: what was on the way there is lost."""
+        self.breaks += source == ORIGIN and not up
         for inbox in self._inboxes:
             inbox.changes.append((source, up))
             inbox.wake.set()
@@ -110,27 +145,43 @@ class Downloads:
         entries: Sequence[FileEntry],
         present: Mapping[str, frozenset[int]],
         keep: Callable[[ReceivedChunk], None],
+        coming: Sequence[Ahead] = (),
     ) -> int:
         """Fetch what is not ``present``; ``keep`` gets each verified chunk, in a thread of ours.
-        Returns how many bytes were fetched.
+        ``coming`` are pieces that the origin sends unasked. Returns how many bytes were fetched.
 
         Raises:
             FetchFailed: the origin cannot give all of it, or nothing arrives.
             StoreError: from ``keep``.
         """
-        inbox = _Inbox()
+        inbox = _Inbox(frozenset(entry.digest for entry in entries))
+        self._take_early(inbox)
         self._inboxes.add(inbox)
+        self._cut = True
         try:
             fetcher = ChunkFetcher(entries, present, sources=())
             fetch = _Fetch(
                 fetcher, self._sources, inbox, self._avoided, self._writer, keep, self._clock
             )
+            fetch.expect(coming)
             try:
-                return await fetch.run()
+                fetched_bytes = await fetch.run()
             finally:
                 fetch.stop()
+            self._cut = False
+            return fetched_bytes
         finally:
             self._inboxes.discard(inbox)
+
+    def _take_early(self, inbox: _Inbox) -> None:
+        others: deque[_Arrival] = deque()
+        for arrival in self._early:
+            if arrival.chunk.digest in inbox.files:
+                inbox.put(arrival)
+                self.early_bytes -= len(arrival.data)
+            else:
+                others.append(arrival)
+        self._early = others
 
 
 class _Fetch:
@@ -159,10 +210,16 @@ class _Fetch:
         self._retry: set[SourceId] = set()
         self._writing: deque[tuple[ReceivedChunk, asyncio.Future[bool]]] = deque()
 
-    async def run(self) -> int:
-        fetched_bytes = 0
+    def expect(self, coming: Sequence[Ahead]) -> None:
+        """Before ``run``: what need not be asked for."""
         for source in self._sources.sources():
             self._add(source)
+        now = self._clock.monotonic_s()
+        for ahead in coming:
+            self._fetcher.coming(ORIGIN, ahead, now)
+
+    async def run(self) -> int:
+        fetched_bytes = 0
         progress_s = self._clock.monotonic_s()
         while not self._fetcher.done:
             now = self._clock.monotonic_s()

@@ -48,7 +48,7 @@ from transport.chunk_parts import SourceId
 from transport.chunks import ReceivedChunk
 from transport.errors import EngineError, FarflowError, StoreError, WeightApplyFailed
 from transport.ids import policy_name
-from transport.messages import Chunk, PlanStep, VersionRef, WeightsPlan
+from transport.messages import Ahead, Chunk, PlanStep, VersionRef, WeightsPlan, WeightsRequest
 from transport.runtime.clock import Clock
 from transport.weights.digest import StateDigest, tensor_kind, tensor_sum
 from transport.weights.manifest import SignedManifest, decode_manifest
@@ -115,7 +115,8 @@ class WeightsClient:
                 self._chain(policy, partial(self._open, policy), tasks)
             case FetchPlan(ticket=ticket, plan=plan):
                 self._staged.pop(policy, None)
-                fetch = self._chain(policy, partial(self._fetch, policy, ticket, plan), tasks)
+                work = partial(self._fetch, policy, ticket, plan, self._downloads.breaks)
+                fetch = self._chain(policy, work, tasks)
                 self._fetching[policy] = fetch
             case CancelFetch():
                 fetching = self._fetching.pop(policy, None)
@@ -127,6 +128,10 @@ class WeightsClient:
                 self._chain(policy, partial(self._verify, policy, effect), tasks)
             case DiscardCopy(unload=unload):
                 self._chain(policy, partial(self._discard, policy, unload), tasks)
+
+    def requesting(self, request: WeightsRequest) -> WeightsRequest:
+        """The standing request with what may follow its plan unasked."""
+        return self._downloads.requesting(request, policies=len(self._serves))
 
     def arrived(self, source: SourceId, chunk: Chunk, payload: Sequence[bytes]) -> None:
         """A chunk or a part of one came over a connection."""
@@ -193,10 +198,10 @@ class WeightsClient:
             await self._throw_away(policy)
         self._feed(CopyOpened(policy=policy, version=version, digest=digest))
 
-    async def _fetch(self, policy: str, ticket: int, plan: WeightsPlan) -> None:
+    async def _fetch(self, policy: str, ticket: int, plan: WeightsPlan, breaks: int) -> None:
         began_s = self._clock.monotonic_s()
         try:
-            fetched = await self._fetched(plan, began_s)
+            fetched = await self._fetched(plan, began_s, breaks)
         except FarflowError as error:
             _log.warning(
                 "weights.not_staged",
@@ -335,8 +340,8 @@ class WeightsClient:
                         f"copy, the first is cell {positions[wrong[0]]}"
                     )
 
-    async def _fetched(self, plan: WeightsPlan, began_s: float) -> _Fetched:
-        """The plan's version, verified."""
+    async def _fetched(self, plan: WeightsPlan, began_s: float, breaks: int) -> _Fetched:
+        """The plan's version, verified; ``breaks`` as of when the plan came."""
         await asyncio.to_thread(self._refresh_trust)
         local = await self._local(plan)
         if local is not None:
@@ -348,7 +353,8 @@ class WeightsClient:
             plan = msgspec.structs.replace(plan, steps=plan.steps[1:])
         intake = await self._on_disk(self._copies.begin, plan)
         try:
-            fetched_bytes = await self._download(intake)
+            coming = plan.ahead if breaks == self._downloads.breaks else ()
+            fetched_bytes = await self._download(intake, coming)
             fetch_s = self._clock.monotonic_s() - began_s
             staged = await self._on_disk(self._copies.finish, intake)
         finally:
@@ -370,7 +376,7 @@ class WeightsClient:
         )
         return await self._on_disk(self._copies.match_local, policy, Path(folder), signed)
 
-    async def _download(self, intake: Intake) -> int:
+    async def _download(self, intake: Intake, ahead: Sequence[Ahead]) -> int:
         if not intake.wanted:
             return 0
         blobs = await self._on_disk(self._copies.blobs, intake.policy)
@@ -379,7 +385,7 @@ class WeightsClient:
             blobs.write_chunk(chunk.entry, chunk.index, chunk.data)
             intake.staging.chunk_written(chunk.entry, chunk.index)
 
-        return await self._downloads.fetch(intake.wanted, intake.present, keep)
+        return await self._downloads.fetch(intake.wanted, intake.present, keep, ahead)
 
 
 def _brings_snapshot(steps: Sequence[PlanStep]) -> bool:

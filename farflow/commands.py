@@ -1,5 +1,5 @@
-"""The commands that belong to no daemon: ``up``, ``status``, ``run``, ``config``, ``keys``,
-``wire``, ``doctor``. Each imports what it needs when it runs."""
+"""The commands that belong to no daemon: ``up``, ``status``, ``run``, ``config``, ``wire``,
+``doctor``. Each imports what it needs when it runs."""
 
 import asyncio
 import json
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from farflow.connect import with_operator
 from farflow.options import FILE, config_option, key_option, set_option
 from transport.errors import ConfigError
 
@@ -75,7 +76,7 @@ def status(
     async def ask(operator: "Operator") -> Any:
         return await operator.status()
 
-    found = _with_operator(files, overrides, key, ask)
+    found = with_operator(files, overrides, key, ask)
     if as_json:
         click.echo(msgspec.json.encode(found))
         return
@@ -111,7 +112,7 @@ def run_submit(
     async def submit(operator: "Operator") -> str:
         return await operator.submit(spec)
 
-    said = _with_operator(files or (file,), overrides, key, submit)
+    said = with_operator(files or (file,), overrides, key, submit)
     click.echo(f"{spec.name}: {said}" if said else f"submitted {spec.name}")
 
 
@@ -128,7 +129,7 @@ def run_ls(
     async def ask(operator: "Operator") -> Any:
         return await operator.status()
 
-    runs = _with_operator(files, overrides, key, ask).runs
+    runs = with_operator(files, overrides, key, ask).runs
     if as_json:
         rows = [{"name": r.name, "state": r.state, "reason": r.reason} for r in runs]
         click.echo(json.dumps(rows))
@@ -152,7 +153,7 @@ def _command(verb: Literal["pause", "resume", "stop"], text: str) -> None:
         async def say(operator: "Operator") -> None:
             await operator.command(run, verb)
 
-        _with_operator(files, overrides, key, say)
+        with_operator(files, overrides, key, say)
         click.echo(f"{verb} {run}: accepted")
 
 
@@ -245,42 +246,6 @@ def _leaves(data: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return leaves
 
 
-@click.group("keys")
-def keys_group() -> None:
-    """Create the keys of a deployment."""
-
-
-@keys_group.command("create")
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--agent", "agents", multiple=True, metavar="NAME", help="May repeat.")
-@click.option("--trainer", "trainers", multiple=True, metavar="RUN/POLICY", help="May repeat.")
-@click.option(
-    "--operator",
-    "operators",
-    multiple=True,
-    metavar="NAME",
-    default=("operator",),
-    show_default=True,
-)
-@click.option("--relay", "relays", multiple=True, metavar="NAME", help="May repeat.")
-def keys_create(
-    folder: Path,
-    agents: tuple[str, ...],
-    trainers: tuple[str, ...],
-    operators: tuple[str, ...],
-    relays: tuple[str, ...],
-) -> None:
-    """Make the missing keys of a deployment in FOLDER; existing ones are kept.
-
-    Copy to an agent's box: its own NAME.toml, server.public.toml, signers/ and relays/. To a
-    relay's: its own NAME.toml, server.public.toml and authorized/.
-    """
-    from transport.keys import create_keys
-
-    create_keys(folder, agents=agents, trainers=trainers, operators=operators, relays=relays)
-    click.echo(f"keys in {folder}")
-
-
 @click.group("wire")
 def wire_group() -> None:
     """Look at recorded messages."""
@@ -304,25 +269,3 @@ def doctor() -> None:
     for line in lines:
         click.echo(line)
     sys.exit(0 if healthy else 1)
-
-
-def _with_operator(
-    files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None, action: Any
-) -> Any:
-    from scheduler.config import SchedulerConfig
-    from scheduler.operator import Operator
-    from transport.runtime.config import load_config
-
-    config = load_config(SchedulerConfig, files, overrides).value
-    path = key or Path(config.transport.keys) / "operator.toml"
-    if not path.is_file():
-        raise ConfigError(
-            f"operator key {path}: no such file; name it with --key, or the folder "
-            "with --set transport.keys=FOLDER"
-        )
-
-    async def run() -> Any:
-        async with Operator(config.transport, path) as operator:
-            return await action(operator)
-
-    return asyncio.run(run())

@@ -74,7 +74,12 @@ class LocalDeployment:
         agents: list[LocalAgent],
         spec: RunSpec,
         on_notice: Callable[[str], None] = lambda text: None,
+        *,
+        restart: RestartPolicy = _RESTART,
+        most_restarts: int = MAX_RESTARTS_IN_A_ROW,
     ) -> None:
+        """A child that ends is started again after the delays of ``restart``; one that ended more
+        than ``most_restarts`` times in a row soon after its start fails the deployment."""
         self.folder = folder
         self.on_notice = on_notice
         self.spec = spec
@@ -84,6 +89,8 @@ class LocalDeployment:
         self._overrides = overrides
         self._kept: dict[str, _Kept] = {}
         self._ports: dict[str, int] = {}
+        self._restart = restart
+        self._most_restarts = most_restarts
         self._stopping = False
         self._late: list[asyncio.Task[None]] = []
 
@@ -286,13 +293,13 @@ class LocalDeployment:
                 kept.restarts += 1
                 settled = asyncio.get_running_loop().time() - started_s >= SETTLED_S
                 in_a_row = 1 if settled else in_a_row + 1
-                if in_a_row > MAX_RESTARTS_IN_A_ROW:
+                if in_a_row > self._most_restarts:
                     raise kept.child.failure(f"ended {in_a_row} times in a row")
                 self.on_notice(
                     f"{kept.name} ended ({describe_status(status)}) and is started again"
                     f"{last_words(kept.spec.log_path)}"
                 )
-                await asyncio.sleep(_RESTART.delay_s(in_a_row))
+                await asyncio.sleep(self._restart.delay_s(in_a_row))
         except (FarflowError, OSError, ValueError) as error:
             if not self.failure.done():
                 self.failure.set_result(str(error))

@@ -16,15 +16,20 @@ from transport.ids import policy_name
 from transport.status import (
     AccountingRow,
     AgentStatus,
+    Alert,
     CopyState,
+    DemandStatus,
     EvaluationStatus,
     RunStatus,
     SchedulerStatus,
     StepStatus,
 )
 
-PLAIN_WIDTH = 120
+PLAIN_WIDTH = 160
 """Columns of tables that go to a file or pipe, which has no width of its own."""
+
+MAX_HARDWARE = 24
+"""Characters of it in a table."""
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -34,6 +39,11 @@ def new_table(title: str) -> Table:
     quote a file) are no markup."""
     heading = Text(title, style="bold")
     return Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def printable(text: str) -> str:
+    """``text`` without what would steer a terminal: it may come from an agent or a prompt."""
+    return "".join(each if each.isprintable() or each == "\t" else "·" for each in text)
 
 
 def human_bytes(count: float) -> str:
@@ -73,7 +83,7 @@ def delta_text(step: StepStatus | None) -> str:
 
 def policy_table(run: RunStatus, rewards: Mapping[str, Sequence[float]]) -> Table:
     """One row per policy; ``rewards`` holds recent mean training rewards by policy id."""
-    table = new_table(f"run {run.name} · {run.state}")
+    table = new_table(" · ".join((f"run {run.name}", run.state, *_run_facts(run))))
     columns = (
         "policy",
         "trainer",
@@ -104,13 +114,33 @@ def policy_table(run: RunStatus, rewards: Mapping[str, Sequence[float]]) -> Tabl
     return table
 
 
+def _run_facts(run: RunStatus) -> list[str]:
+    """What a run costs and what waits in it, where there is any."""
+    facts = [f"{run.cost_usd:.2f} USD"] if run.cost_usd else []
+    facts += [f"{run.external_open} jobs of others"] if run.external_open else []
+    facts += [f"{run.dead_letters} dead letters"] if run.dead_letters else []
+    facts += [f"tenant {run.tenant}"] if run.tenant else []
+    return facts
+
+
+def agent_state(agent: AgentStatus) -> str:
+    """``ready``, ``ready, cordoned``, ``lost, quarantined`` ..."""
+    marks = ["cordoned"] if agent.cordoned and agent.state != "cordoned" else []
+    marks += ["quarantined"] if agent.quarantined and agent.state != "quarantined" else []
+    return ", ".join((agent.state, *marks))
+
+
 def agent_table(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> Table:
     """One row per agent; ``rates`` holds tokens per second by agent name."""
+    priced = any(agent.price_usd_hour for agent in agents)
     table = new_table("agents")
     for column in (
         "agent",
         "state",
+        "hardware",
+        *(("USD/h",) if priced else ()),
         "rtt",
+        "clock",
         "tokens/s",
         "slots",
         "leases",
@@ -124,8 +154,11 @@ def agent_table(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> Ta
         versions = ", ".join(f"{policy_name(p)} v{v}" for p, v in sorted(agent.versions.items()))
         table.add_row(
             agent.name,
-            agent.state,
+            agent_state(agent),
+            Text(agent.hardware[:MAX_HARDWARE] or "-"),
+            *((f"{agent.price_usd_hour:.2f}",) if priced else ()),
             "-" if agent.rtt_s is None else f"{1000 * agent.rtt_s:.0f} ms",
+            clock_text(agent.clock_offset_s),
             f"{rates.get(agent.name, 0.0):.0f}",
             f"{agent.running_sequences}/{agent.slots}",
             str(agent.leases),
@@ -135,6 +168,34 @@ def agent_table(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> Ta
             human_bytes(agent.bytes_down),
         )
     return table
+
+
+def clock_text(offset_s: float | None) -> str:
+    """By how much a clock is off: ``+3 ms``, ``-2.5 s``; + when the scheduler's is ahead."""
+    if offset_s is None:
+        return "-"
+    return f"{1000 * offset_s:+.0f} ms" if abs(offset_s) < 1.0 else f"{offset_s:+.1f} s"
+
+
+def alert_lines(alerts: Sequence[Alert], agents: Sequence[AgentStatus]) -> list[str]:
+    """What wants a person: alerts, and why an agent is quarantined."""
+    lines = [f"{alert.code} {alert.subject}: {alert.message}" for alert in alerts]
+    for agent in agents:
+        if agent.quarantined:
+            lines.append(f"agent {agent.name} is quarantined: {agent.quarantined}")
+            lines += [f"  {evidence}" for evidence in agent.evidence]
+    return lines
+
+
+def demand_lines(demand: Sequence[DemandStatus]) -> list[str]:
+    """What more slots would bring each run, or why nothing."""
+    return [
+        f"{one.run}: {one.more_slots} more slots ({one.hardware or 'any hardware'}) would raise "
+        f"{one.steps_hour:.1f} steps/hour to {one.steps_hour_with:.1f}: {one.reason}"
+        if one.more_slots
+        else f"{one.run}: no more slots wanted, {one.binds} binds: {one.reason}"
+        for one in demand
+    ]
 
 
 def accounting_table(rows: Sequence[AccountingRow]) -> Table:
@@ -166,6 +227,8 @@ def screen(
     """The live view."""
     parts: list[RenderableType] = [policy_table(run, rewards) for run in status.runs]
     parts.append(agent_table(status.agents, rates))
+    parts += [Text(line, style="yellow") for line in alert_lines(status.alerts, status.agents)]
+    parts += [Text(line, style="dim") for line in demand_lines(status.demand)]
     if note:
         parts.append(Text(note, style="dim"))
     return Group(*parts)
@@ -201,7 +264,7 @@ def agents_line(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> st
         rtt = "-" if agent.rtt_s is None else f"{1000 * agent.rtt_s:.0f} ms"
         newest = max(agent.versions.values(), default=None)
         parts.append(
-            f"{agent.name} {agent.state} rtt {rtt} {rates.get(agent.name, 0.0):.0f} tok/s "
+            f"{agent.name} {agent_state(agent)} rtt {rtt} {rates.get(agent.name, 0.0):.0f} tok/s "
             f"{agent.running_sequences}/{agent.slots} slots "
             f"v{'-' if newest is None else newest}"
         )

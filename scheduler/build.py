@@ -8,7 +8,7 @@ from typing import Final
 
 _DECIDING: Final = (
     "scheduler/core",
-    "transport/messages.py",
+    "transport/messages",
     "transport/runs.py",
     "transport/status.py",
     "transport/ids.py",

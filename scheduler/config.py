@@ -33,6 +33,10 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     retry_backoff_max_s: PositiveSeconds = 60.0
     prefetch_groups: Annotated[int, Meta(ge=0, le=64)] = 1
     max_queued_jobs: Count = 100_000
+    attempt_max_s: PositiveSeconds = 3600.0
+    max_dead_letters: Count = 1000
+    max_results_per_submitter: Count = 100_000
+    remembered_results: Count = 10_000
     cumulative_every_versions: Count = 16
     keep_versions: Count = 64
     keep_versions_max: Count = 256

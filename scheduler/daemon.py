@@ -9,6 +9,7 @@ that no row confirms; stopping in order leaves nothing to repair.
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ import msgspec
 import structlog
 
 from scheduler import trajectory_log, weight_store
+from scheduler.alerts import Alerts
 from scheduler.build import build_id
 from scheduler.children import Services
 from scheduler.config import SchedulerConfig
@@ -34,10 +36,13 @@ from scheduler.core.effects import (
 from scheduler.core.machine import SchedulerCore
 from scheduler.core.settings import CoreSettings
 from scheduler.decider import Decider
+from scheduler.enrolment import Enrolment
 from scheduler.event_log import EventLog, EventLogStart
+from scheduler.interpreter import collector_paused
 from scheduler.metrics_file import MetricsFiles
 from scheduler.service import Worker
 from scheduler.service_main import with_system
+from scheduler.signer_book import SignerBook
 from scheduler.store import Row, SchedulerStore
 from scheduler.task_runner import TaskRunner
 from transport.errors import FarflowError
@@ -48,6 +53,7 @@ from transport.runtime.clock import Clock
 from transport.runtime.daemon_cli import EXIT_FAILED
 
 STATISTICS_S: Final = 60.0
+SIGNERS_S: Final = 1.0
 _log = structlog.get_logger()
 
 
@@ -55,7 +61,7 @@ def core_settings(config: SchedulerConfig) -> CoreSettings:
     """What the core takes from ``[scheduler]``: every field that both have."""
     table = msgspec.structs.asdict(config.scheduler)
     own = {name: table[name] for name in CoreSettings.__struct_fields__ if name in table}
-    return CoreSettings(**own)
+    return CoreSettings(**own, prompts_on_disk=True)
 
 
 async def run_daemon(
@@ -65,7 +71,14 @@ async def run_daemon(
     on_ready: Callable[[dict[str, Any]], None],
 ) -> int:
     """``serve`` with real links, the machine's clock and unrepeatable randomness."""
-    return await with_system(serve)(config, stop=stop, on_ready=on_ready)
+    from transport.zmq_links import ZmqNetwork
+
+    strangers = ZmqNetwork()
+    try:
+        serve_both = partial(serve, enrolment_network=strangers)
+        return await with_system(serve_both)(config, stop=stop, on_ready=on_ready)
+    finally:
+        await strangers.close()
 
 
 async def serve(
@@ -76,9 +89,10 @@ async def serve(
     rng: random.Random,
     stop: asyncio.Event,
     on_ready: Callable[[dict[str, Any]], None],
+    enrolment_network: Network | None = None,
 ) -> int:
     """Run the scheduler until ``stop``; returns the exit status. ``on_ready`` gets the ports once
-    all three planes can be reached.
+    all three planes can be reached. Strangers come in over ``enrolment_network`` where it is given.
 
     Raises:
         ConfigError: keys or addresses are wrong.
@@ -90,8 +104,12 @@ async def serve(
         folder = Path(table.folder)
         store = await writer.run(SchedulerStore.open, folder, table.durability)
         try:
-            rows: list[Row] = await writer.run(list, store.rows())
-            daemon = _Daemon(config, network, clock, rng, writer, store, rows)
+            with collector_paused():
+                rows: list[Row] = await writer.run(list, store.rows())
+                daemon = _Daemon(
+                    config, network, enrolment_network or network, clock, rng, writer, store, rows
+                )
+            del rows  # the daemon gives them up once the event log has them
             return await daemon.run(stop, on_ready)
         finally:
             await writer.run(store.close)
@@ -106,6 +124,7 @@ class _Daemon:
         self,
         config: SchedulerConfig,
         network: Network,
+        enrolment_network: Network,
         clock: Clock,
         rng: random.Random,
         writer: Worker,
@@ -146,8 +165,34 @@ class _Daemon:
             port_file=folder / "control-port",
             clock=clock,
         )
-        self._plane = ControlPlane(self._hub)
-        self._decider = Decider(self._core, store, writer, self._event_log, clock, self._execute)
+        self._plane = ControlPlane(self._hub, clock)
+        self._decider = Decider(
+            self._core,
+            store,
+            writer,
+            self._event_log,
+            clock,
+            self._execute,
+            self._plane.takes_offers,
+        )
+        self._alerts = Alerts(
+            folder,
+            folder / trajectory_log.NAME / "bodies",
+            config.scheduler.trajectory_disk_bytes,
+            now=self._decider.now,
+            lag_s=lambda: self._decider.loop_lag_s,
+        )
+        self._plane.gauges = self._alerts.counters
+        self._plane.alerts = self._alerts.standing
+        self._book = self._plane.book = SignerBook(Path(config.transport.keys))
+        self._ports: dict[str, int] | None = None
+        self._enrolment = Enrolment(
+            enrolment_network,
+            config.transport,
+            port_file=folder / "enrolment-port",
+            clock=clock,
+            ports=lambda: self._ports,
+        )
         self._runner = TaskRunner(self._decider.put, rng)
         self._records: list[RecordStep | RecordEvaluation | RunEnded] = []
         self._recorded = asyncio.Event()
@@ -172,9 +217,12 @@ class _Daemon:
             {
                 "receive": self._receive(),
                 "keys": self._hub.keep_refreshing(),
+                "enrolment": self._enrolment.run(),
+                "signers": self._follow_signers(),
                 "ready": self._say_ready(services, on_ready),
                 "records": self._write_records(),
                 "statistics": self._log_statistics(),
+                "disk": self._alerts.keep_looking(),
                 **self._decider.parts(),
             }
         )
@@ -240,8 +288,15 @@ class _Daemon:
             "trajectories": ports[trajectory_log.NAME],
             "weights": ports[weight_store.NAME],
         }
+        self._ports = facts
         _log.info("scheduler.ready", **facts)
         on_ready({"ready": True, "ports": facts})
+
+    async def _follow_signers(self) -> None:
+        while True:
+            await asyncio.sleep(SIGNERS_S)
+            if await asyncio.to_thread(self._book.refresh):
+                self._plane.keys_changed()
 
     # ---- effects ------------------------------------------------------------------------------
 
@@ -284,6 +339,7 @@ class _Daemon:
                 loop_lag_s=round(self._decider.loop_lag_s, 4),
                 **self._hub.counters,
                 **self._plane.counters,
+                **self._enrolment.counters,
             )
 
 

@@ -41,6 +41,7 @@ from scheduler.core.events import (
 )
 from scheduler.core.machine import SchedulerCore
 from scheduler.event_log import EventLog
+from scheduler.offers import gathered, prompts_wanted
 from scheduler.service import Worker
 from scheduler.store import Change, SchedulerStore
 from transport.runtime.clock import Clock
@@ -49,7 +50,12 @@ MAX_INPUT: Final = 20_000
 """Events that wait for the core; more are left in the sockets."""
 
 MAX_BATCH: Final = 256
-"""Events handled before their effects may leave: a bound on the delay of the first."""
+MAX_TURN_S: Final = 0.005
+"""Events handled, and for how long, before sockets and commits have their turn: a bound on the
+delay of the first effect."""
+
+EFFECTS_PER_TURN: Final = 128
+"""Effects carried out before the others on the loop have their turn."""
 
 MAX_UNCOMMITTED: Final = 8192
 """Events whose changes are not on disk yet."""
@@ -71,7 +77,8 @@ _log = structlog.get_logger()
 
 
 class Decider:
-    """``execute`` carries out one effect; it is called on the loop and must not block."""
+    """``execute`` carries out one effect; it is called on the loop and must not block.
+    ``takes_many`` says whether a peer understands several offers in one message."""
 
     def __init__(
         self,
@@ -81,6 +88,7 @@ class Decider:
         event_log: EventLog,
         clock: Clock,
         execute: Callable[[Effect], None],
+        takes_many: Callable[[str], bool] = lambda _peer: False,
     ) -> None:
         self._core = core
         self._store = store
@@ -88,16 +96,18 @@ class Decider:
         self._event_log = event_log
         self._clock = clock
         self._execute = execute
+        self._takes_many = takes_many
         self._start_s = clock.monotonic_s() - store.now
         self._input: deque[Event] = deque()
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
         self._inputs: list[tuple[float, Event]] = []
-        self._changes: list[Change] = []
         self._effects: list[Effect] = []
+        self._leaving: deque[Effect] = deque()
         self._decided_s = store.now
         self._since_due = 0
+        self._broken = False
         self._unlogged: list[tuple[float, Event]] = []
         self._unlogged_effects: list[Effect] = []
         self._to_commit = asyncio.Event()
@@ -132,6 +142,7 @@ class Decider:
 
     async def flush(self) -> None:
         """Commit what was decided and execute it, for an orderly stop; the parts have ended."""
+        self._leave(len(self._leaving))
         if self._inputs or self._unlogged:
             self._decided_s = self.now()
             await self._commit_once()
@@ -154,8 +165,11 @@ class Decider:
             self._to_commit.set()
 
     def _handle_some(self) -> None:
+        until = self.now() + MAX_TURN_S
         for _ in range(min(len(self._input), MAX_BATCH)):
             self._handle(self._input.popleft())
+            if self._decided_s >= until:
+                break
         deadline = self._core.next_deadline()
         # Timers fire only when nothing waits: nobody is lost while their message is queued.
         if deadline is not None and deadline <= self.now():
@@ -164,10 +178,10 @@ class Decider:
                 self._handle(Tick())
             else:
                 self._since_due += MAX_BATCH
-        self._changes += self._core.take_changes()
 
     async def _record_failure(self, error: BaseException) -> None:
         """Keep the evidence; nothing that was decided together with it may leave any more."""
+        self._broken = True
         inputs, self._inputs = self._inputs, []
         effects, self._effects = self._effects, []
         _log.critical(
@@ -205,24 +219,38 @@ class Decider:
         while True:
             await self._to_commit.wait()
             self._to_commit.clear()
-            await self._commit_once()
+            if not self._broken:
+                await self._commit_once()
 
     async def _commit_once(self) -> None:
         inputs, self._inputs = self._inputs, []
-        changes, self._changes = self._changes, []
+        # Only now: a row that changed several times since the last commit is written once.
+        changes = self._core.take_changes()
         effects, self._effects = self._effects, []
+        prompts: dict[str, bytes] = {}
         now = self._decided_s
         self._unlogged += inputs
         self._unlogged_effects += effects
         clock_due = now - self._store.now >= CLOCK_COMMIT_S
-        if changes or clock_due or len(self._unlogged) >= MAX_UNLOGGED:
+        wanted = prompts_wanted(effects)
+        if changes or wanted or clock_due or len(self._unlogged) >= MAX_UNLOGGED:
             to_log, self._unlogged = self._unlogged, []
             effects_to_log, self._unlogged_effects = self._unlogged_effects, []
-            await self._writer.run(self._write, to_log, effects_to_log, changes, now)
+            prompts = await self._writer.run(
+                self._write, to_log, effects_to_log, changes, now, wanted
+            )
             self.commits += 1
         self._committed.set()
-        for effect in effects:
-            self._execute(effect)
+        self._leaving.extend(gathered(effects, prompts, self._takes_many))
+        for _ in range(len(self._leaving) // EFFECTS_PER_TURN):
+            self._leave(EFFECTS_PER_TURN)
+            await asyncio.sleep(0)
+        self._leave(EFFECTS_PER_TURN)
+
+    def _leave(self, most: int) -> None:
+        """Carry out durable effects."""
+        for _ in range(min(most, len(self._leaving))):
+            self._execute(self._leaving.popleft())
 
     def _write(
         self,
@@ -230,10 +258,13 @@ class Decider:
         effects: Sequence[Effect],
         changes: Sequence[Change],
         now: float,
-    ) -> None:
-        """In the writer's thread. The log first: an input that broke us must be in it."""
+        wanted: Sequence[str],
+    ) -> dict[str, bytes]:
+        """In the writer's thread; gives the prompts of jobs. The log first: an input that broke us
+        must be in it."""
         self._event_log.append(inputs, effects)
         self._store.commit(changes, now)
+        return self._store.prompts(wanted)
 
     # ---- lag ----------------------------------------------------------------------------------
 

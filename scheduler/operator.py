@@ -1,50 +1,54 @@
-"""What an operator's command says to a scheduler, and how it gets an answer.
+"""What an operator's command says to a scheduler.
 
-What always holds: one request is out at a time; each may be sent again, because saying the same
-twice is harmless to the scheduler; an answer that comes after we gave up is never taken for that
-of a later request, because giving up closes the connection that it would come on.
+What always holds: see ``transport.asking``; what may be long (a status, dead letters) is asked for
+page by page, and the number of pages is bounded.
 """
 
-import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self, TypeVar
 
-from transport.envelope import LIMITS, decode, encode
-from transport.errors import FarflowError, PeerUnreachable, ProtocolError
-from transport.keys import KeyPair, load_server_key
-from transport.links import Link, Network
+import msgspec
+
+from transport.asking import ANSWER_S, Asking, RequestRefused
+from transport.links import Network
 from transport.messages import (
+    AgentLogs,
+    AgentLogsRequest,
+    AgentOrder,
     CommandReply,
+    DeadLetter,
+    DeadLetters,
+    DeadLettersRequest,
+    Events,
+    EventsRequest,
+    ExplainRequest,
+    Explanation,
+    JobReplay,
     Message,
-    Plane,
-    Refuse,
     RunCommand,
     RunSubmit,
     StatusReply,
     StatusRequest,
 )
-from transport.plane_hub import reachable
-from transport.plane_links import link_options
 from transport.runs import RunSpec
 from transport.runtime.settings import TransportConfig
-from transport.status import SchedulerStatus
+from transport.status import Alert, SchedulerStatus
 
-ANSWER_S: Final = 10.0
-ATTEMPT_S: Final = 3.0
+MAX_PAGES: Final = 1000
+LOGS_S: Final = 20.0
+"""How long the scheduler may wait for an agent's log before it answers."""
 
 M = TypeVar("M", bound=Message)
-_LIMITS = LIMITS[Plane.CONTROL]
+Order = Literal["drain", "cordon", "uncordon", "quarantine", "release"]
 
-
-class RequestRefused(FarflowError):
-    """The scheduler said no; the text begins with its stable code."""
-
-    code = "operator.refused"
+__all__ = ["Operator", "Order", "RequestRefused"]
 
 
 class Operator:
-    """An operator's connection to a scheduler; an asynchronous context manager."""
+    """An operator's (or, for what it may ask, a viewer's) connection to a scheduler; an
+    asynchronous context manager. Every method raises as ``Asking.ask``."""
 
     def __init__(
         self,
@@ -54,27 +58,15 @@ class Operator:
         answer_s: float = ANSWER_S,
         network: Network | None = None,
     ) -> None:
-        """``key`` is the operator's (or viewer's) secret key file; the scheduler's public key is
-        ``server.public.toml`` in ``transport.keys``.
+        """``key`` is the secret key file; the scheduler's public key is ``server.public.toml`` in
+        ``transport.keys``.
 
         Raises:
             ConfigError: a key file does not load.
         """
-        self._key = KeyPair.load(key)
-        self._server_key = load_server_key(Path(transport.keys))
-        self._endpoint = f"tcp://{reachable(transport.host)}:{transport.control_port}"
-        self._options = link_options(transport, Plane.CONTROL)
-        self._answer_s = answer_s
-        self._own_network = network is None
-        self._network = network
-        self._link: Link | None = None
-        self._turn = asyncio.Lock()
+        self._asking = Asking(transport, key, answer_s=answer_s, network=network)
 
     async def __aenter__(self) -> Self:
-        if self._network is None:
-            from transport.zmq_links import ZmqNetwork
-
-            self._network = ZmqNetwork()
         return self
 
     async def __aexit__(
@@ -83,28 +75,95 @@ class Operator:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._hang_up()
-        if self._own_network and self._network is not None:
-            await self._network.close()
-            self._network = None
+        await self._asking.close()
+
+    # ---- runs --------------------------------------------------------------------------------
 
     async def submit(self, run: RunSpec) -> str:
         """Submit a run; the same one again is harmless. Returns what the scheduler adds to its
-        yes, "" for a new run.
-
-        Raises:
-            RequestRefused: another run has that name, or the run is not possible.
-            PeerUnreachable: no answer.
-        """
+        yes, "" for a new run; refused when another run has that name, or it is not possible."""
         return await self._command(RunSubmit(run=run))
 
     async def command(self, run: str, command: Literal["pause", "resume", "stop"]) -> None:
-        """Pause, resume or stop a run; raises as ``submit``."""
+        """Pause, resume or stop a run."""
         await self._command(RunCommand(run=run, command=command))
 
+    # ---- looking -----------------------------------------------------------------------------
+
     async def status(self) -> SchedulerStatus:
-        """The view model; raises PeerUnreachable without an answer."""
-        return (await self._ask(StatusRequest(), StatusReply)).status
+        """The view model, with every agent however many there are."""
+        first = page = await self._status_page("")
+        agents, alerts = list(first.agents), _by_subject(first.alerts)
+        for _ in range(MAX_PAGES):
+            if not page.counters.get("status.agents_left_out") or not page.agents:
+                break
+            page = await self._status_page(agents[-1].name)
+            agents += page.agents
+            alerts.update(_by_subject(page.alerts))
+        left_out = page.counters.get("status.agents_left_out", 0)
+        counters = {k: v for k, v in first.counters.items() if k != "status.agents_left_out"}
+        if left_out:
+            counters["status.agents_left_out"] = left_out
+        return msgspec.structs.replace(
+            first, agents=tuple(agents), alerts=tuple(alerts.values()), counters=counters
+        )
+
+    async def _status_page(self, after: str) -> SchedulerStatus:
+        return (await self._ask(StatusRequest(agents_after=after), StatusReply)).status
+
+    async def explain(self, subject: str) -> Explanation:
+        """Why a job, attempt, agent, policy or run is where it is; refused when unknown."""
+        return await self._ask(ExplainRequest(subject=subject), Explanation)
+
+    async def events(
+        self, after: int | None = None, *, subject: str = "", wait_s: float = 0.0, limit: int = 1000
+    ) -> Events:
+        """Transitions after number ``after``, or from now on; waits for one up to ``wait_s``."""
+        request = EventsRequest(after=after, subject=subject, wait_s=wait_s, limit=limit)
+        return await self._ask(request, Events, wait_s=wait_s)
+
+    async def agent_logs(self, agent: str, *, run: str = "", lines: int = 200) -> AgentLogs:
+        """The last lines of an agent's log; refused when it does not answer."""
+        request = AgentLogsRequest(agent=agent, run=run, lines=lines)
+        return await self._ask(request, AgentLogs, wait_s=LOGS_S)
+
+    # ---- agents ------------------------------------------------------------------------------
+
+    async def order(
+        self, agent: str, order: Order, *, deadline_s: float = 0.0, reason: str = ""
+    ) -> str:
+        """Drain, cordon, uncordon, quarantine or release an agent."""
+        return await self._command(
+            AgentOrder(agent=agent, order=order, deadline_s=deadline_s, reason=reason)
+        )
+
+    # ---- dead letters ------------------------------------------------------------------------
+
+    async def dead_letters(self, run: str = "", *, most: int = 1000) -> list[DeadLetter]:
+        """Jobs that were given up, by id; at most ``most`` of them."""
+        found: list[DeadLetter] = []
+        for _ in range(MAX_PAGES):
+            after = found[-1].job if found else ""
+            limit = min(100, most - len(found))
+            request = DeadLettersRequest(run=run, after=after, limit=limit)
+            page = await self._ask(request, DeadLetters)
+            found += page.letters
+            if not page.more or not page.letters or len(found) >= most:
+                break
+        return found
+
+    async def dead_letter(self, job: str) -> DeadLetter | None:
+        """One job that was given up, or None."""
+        if not (job.isascii() and job.isprintable()):
+            return None
+        # The page after everything that sorts before it begins with it, if it is there.
+        request = DeadLettersRequest(after=_just_before(job), limit=1)
+        letters = (await self._ask(request, DeadLetters)).letters
+        return letters[0] if letters and letters[0].job == job else None
+
+    async def replay(self, jobs: Sequence[str] = (), *, run: str = "") -> str:
+        """Queue dead letters again; without ``jobs`` all of ``run``."""
+        return await self._command(JobReplay(run=run, jobs=tuple(jobs)))
 
     async def _command(self, message: Message) -> str:
         reply = await self._ask(message, CommandReply)
@@ -112,59 +171,16 @@ class Operator:
             raise RequestRefused(f"{reply.code}: {reply.message}")
         return reply.message
 
-    async def _ask(self, message: Message, kind: type[M]) -> M:
-        frames = encode(message, limits=_LIMITS)
-        async with self._turn:
-            why = "no answer"
-            try:
-                async with asyncio.timeout(self._answer_s):
-                    while True:
-                        link = self._connected_link()
-                        try:
-                            async with asyncio.timeout(ATTEMPT_S):
-                                return await _converse(link, frames, kind)
-                        except (TimeoutError, PeerUnreachable):
-                            why = link.last_failure or why
-                            await self._hang_up()
-            except TimeoutError as error:
-                if self._link is not None:
-                    why = self._link.last_failure or why
-                raise PeerUnreachable(
-                    f"scheduler at {self._endpoint}: {why} within {self._answer_s:g} s"
-                ) from error
-            except BaseException:
-                await self._hang_up()
-                raise
-
-    def _connected_link(self) -> Link:
-        if self._network is None:
-            raise PeerUnreachable("the operator's connection was never opened: use `async with`")
-        if self._link is None:
-            self._link = self._network.link(
-                self._endpoint,
-                self._options,
-                key=self._key,
-                server_key=self._server_key,
-            )
-        return self._link
-
-    async def _hang_up(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            await link.close()
+    async def _ask(self, message: Message, kind: type[M], wait_s: float = 0.0) -> M:
+        answer, _ = await self._asking.ask(message, kind, wait_s=wait_s)
+        return answer
 
 
-async def _converse(link: Link, frames: list[bytes], kind: type[M]) -> M:
-    """Send and wait for the answer."""
-    await link.wait_connected()
-    link.send(frames)
-    while True:
-        for received in await link.recv():
-            try:
-                answer, _ = decode(received, _LIMITS)
-            except ProtocolError:
-                continue
-            if isinstance(answer, kind):
-                return answer
-            if isinstance(answer, Refuse | CommandReply):
-                raise RequestRefused(f"{answer.code}: {answer.message}")
+def _by_subject(alerts: Sequence[Alert]) -> dict[tuple[str, str], Alert]:
+    return {(alert.code, alert.subject): alert for alert in alerts}
+
+
+def _just_before(job: str) -> str:
+    """A text that sorts before ``job`` and after every id that sorts before it, as ids end in a
+    printable ASCII character: the last one lowered, then the highest character."""
+    return job and job[:-1] + chr(ord(job[-1]) - 1) + "\x7f"

@@ -39,6 +39,7 @@ import msgspec
 from transport.errors import StoreError
 from transport.messages import GroupSummary
 from transport.runtime.files import fsync_dir, private_dir, store_errors
+from transport.trajectory import MAX_SUMMARY_BYTES
 
 MAGIC: Final = b"fftr"
 _START: Final = struct.Struct("<4sIII")
@@ -108,6 +109,12 @@ class BodyStore:
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._bodies
+
+    def fits(self, body_bytes: int) -> bool:
+        """Whether there is room for a body of that size, with the largest summary; a guess for
+        other threads than the writing one."""
+        record_bytes = _HEAD_BYTES + MAX_SUMMARY_BYTES + body_bytes
+        return self.size_bytes + record_bytes <= self._disk_bytes
 
     def unaccepted(self) -> list[GroupSummary]:
         """Stored, and not known to be in the scheduler's own store, oldest first. For the start:

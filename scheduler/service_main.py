@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from scheduler.config import SchedulerConfig
+from scheduler.interpreter import tune
 from transport.runtime.daemon_cli import Serve, daemon_command
 
 
@@ -22,6 +23,7 @@ def with_system(serve: Callable[..., Coroutine[Any, Any, int]]) -> Serve[Schedul
         from transport.zmq_socket import raise_file_limit
 
         raise_file_limit()
+        tune()
         network = ZmqNetwork()
         try:
             return await serve(

@@ -3,7 +3,9 @@
 What always holds:
 
 1. ``commit`` is one transaction; when it returns, every row of it survives what ``durability``
-   names: a power cut (``synchronous=FULL``) or the end of the process (``NORMAL``).
+   names: a power cut (``synchronous=FULL``) or the end of the process (``NORMAL``). Rows of the
+   table ``prompt`` are kept apart: they are read one by one when somebody needs them
+   (``prompts``) and are not among ``rows``, so that they cost no memory.
 2. Every opening raises the term by one, durably and before the term is known to anybody.
 3. ``now`` is the core's clock at the last commit, so that the next life continues from there.
 4. Whatever SQLite refuses becomes a ``StoreError`` with a remedy. After one nothing more is
@@ -15,7 +17,7 @@ All functions block; the daemon calls them in its single writer thread.
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -29,7 +31,14 @@ Change = tuple[str, str, bytes | None]
 Durability = Literal["power-loss", "process-crash"]
 
 FILE_NAME: Final = "scheduler.sqlite"
+PROMPT_TABLE: Final = "prompt"
 BUSY_TIMEOUT_S: Final = 5.0
+CHECKPOINT_PAGES: Final = 8192
+"""The write-ahead log goes back into the file when it is so long: 32 MiB, a fraction of a second
+to read again after a crash."""
+
+CACHE_KIB: Final = 65_536
+RECENT_PROMPTS_BYTES: Final = 8 * 2**20
 
 MIGRATIONS: Final[tuple[str, ...]] = (
     """
@@ -46,8 +55,19 @@ MIGRATIONS: Final[tuple[str, ...]] = (
     ) STRICT;
     INSERT INTO meta (id, term, now) VALUES (1, 0, 0.0);
     """,
+    """
+    CREATE TABLE prompts (
+        key TEXT PRIMARY KEY,
+        value BLOB NOT NULL
+    ) STRICT;
+    """,
 )
 """Number N brings a file from ``user_version`` N to N + 1. Never edited, only added to."""
+
+STATEMENT_ROWS: Final = 1024
+"""Rows per statement; SQLite takes 32 766 values."""
+
+_GET_PROMPT: Final = "SELECT value FROM prompts WHERE key = ?"
 
 _SYNCHRONOUS: Final[dict[Durability, str]] = {"power-loss": "FULL", "process-crash": "NORMAL"}
 
@@ -73,6 +93,8 @@ class SchedulerStore:
         self.term = 0
         self.now = 0.0
         self._failed: StoreError | None = None
+        self._recent: dict[str, bytes] = {}
+        self._recent_bytes = 0
         self._lock = lock_folder(private_dir(folder))
         try:
             with self._translated("open"):
@@ -121,20 +143,72 @@ class SchedulerStore:
         """
         if self._failed is not None:
             raise StoreError(f"{self.path}: an earlier commit failed") from self._failed
-        with self._translated("commit to"), self._transaction() as connection:
-            for table, key, value in changes:
-                if value is None:
-                    connection.execute(
-                        "DELETE FROM rows WHERE table_name = ? AND key = ?", (table, key)
-                    )
-                else:
-                    connection.execute(
-                        "INSERT INTO rows (table_name, key, value) VALUES (?, ?, ?)"
-                        " ON CONFLICT (table_name, key) DO UPDATE SET value = excluded.value",
-                        (table, key, value),
-                    )
-            connection.execute("UPDATE meta SET now = ?", (now,))
+        latest = {(table, key): value for table, key, value in changes}
+        rows: list[object] = []
+        gone: dict[str, list[object]] = {}
+        prompts: list[object] = []
+        for (table, key), value in latest.items():
+            if value is None:
+                gone.setdefault(table, []).append(key)
+            elif table == PROMPT_TABLE:
+                prompts += (key, value)
+            else:
+                rows += (table, key, value)
+        gone_prompts = gone.pop(PROMPT_TABLE, [])
+        with self._translated("commit to"), self._transaction():
+            self._together("INSERT OR REPLACE INTO rows VALUES {}", "(?, ?, ?)", 3, rows)
+            for table, keys in gone.items():
+                self._together(
+                    "DELETE FROM rows WHERE table_name = ? AND key IN ({})", "?", 1, keys, table
+                )
+            self._together("INSERT OR REPLACE INTO prompts VALUES {}", "(?, ?)", 2, prompts)
+            self._together("DELETE FROM prompts WHERE key IN ({})", "?", 1, gone_prompts)
+            self._connection.execute("UPDATE meta SET now = ?", (now,))
         self.now = now
+        for (table, key), value in latest.items():
+            if table == PROMPT_TABLE:
+                self._remember(key, value)
+
+    def _together(
+        self, statement: str, place: str, width: int, values: Sequence[object], *first: object
+    ) -> None:
+        """Run ``statement`` for values of ``width`` each, many at once. SQLite's module gives the
+        interpreter's lock away in each call, and beside a busy loop it takes milliseconds to get
+        it back: what counts is the number of calls, not of rows."""
+        for start in range(0, len(values), STATEMENT_ROWS * width):
+            some = values[start : start + STATEMENT_ROWS * width]
+            text = statement.format(", ".join([place] * (len(some) // width)))
+            self._connection.execute(text, (*first, *some))
+
+    def prompts(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """Committed prompts by key; without those that are not there.
+
+        Raises:
+            StoreError: the file is damaged.
+        """
+        found: dict[str, bytes] = {}
+        for key in keys:
+            prompt = self._recent.get(key)
+            if prompt is None:
+                with self._translated("read"):
+                    row = self._connection.execute(_GET_PROMPT, (key,)).fetchone()
+                if row is None:
+                    continue
+                prompt = row[0]
+            found[key] = prompt
+        return found
+
+    def _remember(self, key: str, prompt: bytes | None) -> None:
+        """A job is usually placed soon after it came: keep what was committed last."""
+        before = self._recent.pop(key, b"")
+        self._recent_bytes -= len(before)
+        if prompt is None:
+            return
+        self._recent[key] = prompt
+        self._recent_bytes += len(prompt)
+        while self._recent_bytes > RECENT_PROMPTS_BYTES:
+            oldest = next(iter(self._recent))
+            self._recent_bytes -= len(self._recent.pop(oldest))
 
     def close(self) -> None:
         """Give up file and folder; idempotent."""
@@ -158,6 +232,8 @@ class SchedulerStore:
                 "UPDATE meta SET term = term + 1 RETURNING term, now"
             ).fetchone()
         connection.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
 
     def _migrate(self) -> None:
         version = self._connection.execute("PRAGMA user_version").fetchone()[0]

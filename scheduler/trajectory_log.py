@@ -1,12 +1,14 @@
 """The trajectory log: bodies from agents to disk, their summaries to the scheduler, bodies to
 trainers. A process of its own, so that no body ever holds up a decision.
 
-What always holds: an agent hears ``TrajectoryAck`` after its body survives a power cut, and not
-otherwise; the scheduler is told of a stored body until it has the summary in its own store; a
-summary says which agent's key sent it, whatever the agent wrote, and keeps the bounds of
-``summary_fault``: one that does not (an older farflow stored it) is dropped; a body that is already
-there is acknowledged again and stored once; when the disk bound is reached nothing is acknowledged,
-so that agents keep their spools. Bodies are not unpacked here.
+What always holds: an agent hears ``TrajectoryAck`` or ``TrajectoryAcks`` after its body survives a
+power cut, and not otherwise, one message for all of a connection's bodies that one sync settled;
+large bodies are asked for in chunks (``scheduler.body_intake``); the scheduler is told of a stored
+body until it has the summary in its own store; a summary says which agent's key sent it, whatever
+the agent wrote, and keeps the bounds of ``summary_fault``: one that does not (an older farflow
+stored it) is dropped; a body that is already there is acknowledged again and stored once; when the
+disk bound is reached nothing is acknowledged, so that agents keep their spools. Bodies are not
+unpacked here.
 
 What waits for the disk is bounded; beyond that no more is received, and the agents' links fill up.
 """
@@ -15,18 +17,18 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import structlog
 
+from scheduler.announcements import ANNOUNCE_AGAIN_S, Announcements
+from scheduler.body_intake import BodyIntake
 from scheduler.config import SchedulerConfig
 from scheduler.segments import BodyStore, Outcome
 from scheduler.service import Surroundings, Worker, run_service
 from scheduler.service_main import service_command
-from transport.envelope import encode
-from transport.errors import LocalProtocolError
+from transport.envelope import BULK_FRAME_BYTES, encode
 from transport.fair_sender import FairSender
 from transport.links import Network
 from transport.messages import (
@@ -34,13 +36,16 @@ from transport.messages import (
     BodiesGone,
     BodiesReleased,
     Body,
+    BodyRef,
     BodyRequest,
+    Chunk,
     GroupSummary,
     Message,
     Plane,
     SummariesAccepted,
-    TrajectoriesStored,
     TrajectoryAck,
+    TrajectoryAcks,
+    TrajectoryOffer,
     TrajectoryPut,
     TrajectoryRefused,
 )
@@ -56,13 +61,9 @@ MAX_PENDING_BYTES: Final = 128 * 2**20
 MAX_BATCH_BYTES: Final = 32 * 2**20
 """Written with one sync."""
 
-ANNOUNCE_BYTES: Final = 128 * 1024
-"""Summaries in one message; a control frame holds twice that."""
+MAX_ACKS: Final = 512
+"""In one message; a frame of the plane holds more."""
 
-ANNOUNCE_WINDOW: Final = 4096
-"""Summaries on their way to the scheduler; the others wait for a confirmation."""
-
-ANNOUNCE_AGAIN_S: Final = 5.0
 MAX_REQUESTED: Final = 4096
 MAX_RELEASES: Final = 100_000
 
@@ -70,15 +71,18 @@ _HEX: Final = frozenset("0123456789abcdef")
 _log = structlog.get_logger()
 
 
-_Answer = str | TrajectoryAck | TrajectoryRefused
+_Answer = str | TrajectoryAck | TrajectoryAcks | TrajectoryRefused
 """A body by its digest, or a message as it is. All wait for their turn: one sync may settle more
 than a link takes at once."""
 
 
 class _Put(NamedTuple):
+    """A whole body. ``cumulative`` says that its sender understands ``TrajectoryAcks``."""
+
     route: bytes
     summary: GroupSummary
     body: bytes
+    cumulative: bool
 
 
 class TrajectoryLog:
@@ -107,8 +111,15 @@ class TrajectoryLog:
         self._work = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
-        self._unaccepted: dict[str, GroupSummary] = {}
-        self._announced: dict[str, float] = {}
+        self._announcements = Announcements(surroundings.tell, self._clock, self._drop)
+        self._intake = BodyIntake(
+            surroundings.folder / "partial",
+            self._hub,
+            self._clock,
+            hand_on=self._whole,
+            has_room=self._store.fits,
+            queued=self._look_at_room,
+        )
         self._full = False
         self._to_accept: list[str] = []
         self._to_release: dict[str, None] = {}
@@ -118,11 +129,11 @@ class TrajectoryLog:
             if fault:
                 self._drop(summary, fault)
             else:
-                self._unaccepted[summary.digest] = summary
+                self._announcements.add(summary)
         _log.info(
             "trajectory_log.opened",
             bodies=len(self._store),
-            unaccepted=len(self._unaccepted),
+            unaccepted=len(self._announcements),
             size_bytes=self._store.size_bytes,
             torn_bytes=self._store.torn_bytes,
             damaged=self._store.damaged,
@@ -134,6 +145,10 @@ class TrajectoryLog:
         match arrival.message:
             case TrajectoryPut():
                 self._put(arrival, arrival.message)
+            case TrajectoryOffer():
+                self._offered(arrival, arrival.message)
+            case Chunk():
+                self._intake.chunk_arrived(arrival.peer.name, arrival.message, arrival.payload)
             case BodyRequest():
                 for digest in arrival.message.digests[:MAX_REQUESTED]:
                     self._sender.ask(arrival.route, digest)
@@ -144,17 +159,13 @@ class TrajectoryLog:
         await self._room.wait()
 
     def welcomed(self) -> None:
-        self._announced.clear()
-        self._announce()
+        self._announcements.start_again()
 
     def from_scheduler(self, message: Message) -> None:
         match message:
             case SummariesAccepted():
-                for digest in message.digests:
-                    self._announced.pop(digest, None)
-                    if self._unaccepted.pop(digest, None) is not None:
-                        self._to_accept.append(digest)
-                self._announce()
+                self._to_accept += self._announcements.accepted(message.digests)
+                self._announcements.announce()
             case BodiesReleased():
                 # What does not fit is released again by the scheduler.
                 for digest in message.digests[: MAX_RELEASES - len(self._to_release)]:
@@ -171,11 +182,36 @@ class TrajectoryLog:
             self._refuse(arrival.route, put.summary, "trajectory.malformed", problem)
             return
         summary = msgspec.structs.replace(put.summary, agent=arrival.peer.name)
-        self._pending.append(_Put(arrival.route, summary, arrival.payload[0]))
-        self._pending_bytes += len(arrival.payload[0])
-        if self._pending_bytes > MAX_PENDING_BYTES:
-            self._room.clear()
+        self._append(_Put(arrival.route, summary, arrival.payload[0], put.cumulative))
+
+    def _offered(self, arrival: Arrival, offer: TrajectoryOffer) -> None:
+        """Acknowledge what is here, ask for what is not."""
+        known = []
+        for body in offer.bodies:
+            summary = body.summary
+            if summary.digest in self._store:
+                known.append(BodyRef(attempt=summary.attempt, digest=summary.digest))
+                continue
+            fault = self._intake.offered(arrival.peer.name, arrival.route, body)
+            if fault:
+                self._refuse(arrival.route, summary, "trajectory.malformed", fault)
+        self._acknowledge(arrival.route, known)
+
+    def _whole(self, name: str, route: bytes, summary: GroupSummary, body: bytes) -> None:
+        summary = msgspec.structs.replace(summary, agent=name)
+        self._append(_Put(route, summary, body, cumulative=True))
+
+    def _append(self, put: _Put) -> None:
+        self._pending.append(put)
+        self._pending_bytes += len(put.body)
+        self._look_at_room()
         self._work.set()
+
+    def _look_at_room(self) -> None:
+        if self._pending_bytes + self._intake.queued_bytes > MAX_PENDING_BYTES:
+            self._room.clear()
+        else:
+            self._room.set()
 
     def _refuse(self, route: bytes, summary: GroupSummary, code: str, message: str) -> None:
         self.counters[f"refused.{code}"] += 1
@@ -188,7 +224,7 @@ class TrajectoryLog:
         """Forget a stored body of which the scheduler can never be told."""
         self.counters["dropped"] += 1
         _log.error("trajectory.dropped", attempt=summary.attempt[:MAX_ID_LENGTH], reason=reason)
-        self._unaccepted.pop(summary.digest, None)
+        self._announcements.forget(summary.digest)
         self._to_release[summary.digest] = None
         self._work.set()
 
@@ -199,9 +235,11 @@ class TrajectoryLog:
             "bodies": self._sender.run(),
             "announcements": self._announce_again(),
             "writer": self._write(),
+            **self._intake.parts(),
         }
 
     async def close(self) -> None:
+        await self._intake.close()
         await asyncio.to_thread(self._writer.close)
         await asyncio.to_thread(self._reader.close)
         self._store.close()
@@ -229,80 +267,60 @@ class TrajectoryLog:
         batch, self._pending = self._pending[:count], self._pending[count:]
         outcomes = await self._writer.run(_check_and_append, self._store, batch)
         self._pending_bytes -= size_bytes
-        if self._pending_bytes <= MAX_PENDING_BYTES:
-            self._room.set()
+        self._look_at_room()
+        durable: dict[bytes, list[BodyRef]] = {}
         for put, outcome in zip(batch, outcomes, strict=True):
-            self._settled(put, outcome)
-        self._announce()
+            full = outcome is Outcome.FULL
+            route = self._intake.settled(put.summary.agent, put.summary.digest, keep=full)
+            put = put if route is None else put._replace(route=route)
+            if self._is_durable(put, outcome):
+                ref = BodyRef(attempt=put.summary.attempt, digest=put.summary.digest)
+                if put.cumulative:
+                    durable.setdefault(put.route, []).append(ref)
+                else:
+                    self._sender.ask(
+                        put.route, TrajectoryAck(attempt=ref.attempt, digest=ref.digest)
+                    )
+        for route, refs in durable.items():
+            self._acknowledge(route, refs)
+        self._announcements.announce()
 
-    def _settled(self, put: _Put, outcome: Outcome | None) -> None:
+    def _is_durable(self, put: _Put, outcome: Outcome | None) -> bool:
+        """Whether its agent may forget a body, of which this became."""
         summary = put.summary
         if outcome is None:
             self._refuse(
                 put.route, summary, "integrity.checksum", "the body has another SHA-256 digest"
             )
-            return
+            return False
         self.counters[outcome.value] += 1
         if outcome is Outcome.FULL:
             if not self._full:
                 _log.warning("trajectory_log.full", size_bytes=self._store.size_bytes)
             self._full = True
-            return
+            return False
         if outcome is Outcome.STORED:
             self._full = False
-            self._unaccepted[summary.digest] = summary
-        ack = TrajectoryAck(attempt=summary.attempt, digest=summary.digest)
-        self._sender.ask(put.route, ack)
+            self._announcements.add(summary)
+        return True
+
+    def _acknowledge(self, route: bytes, refs: Sequence[BodyRef]) -> None:
+        for first in range(0, len(refs), MAX_ACKS):
+            acks = TrajectoryAcks(bodies=tuple(refs[first : first + MAX_ACKS]))
+            self._sender.ask(route, acks)
 
     async def _release(self, digests: Sequence[str]) -> None:
         for digest in digests:
-            self._unaccepted.pop(digest, None)
-            self._announced.pop(digest, None)
+            self._announcements.forget(digest)
         gone = await self._writer.run(self._store.release, digests)
         for first in range(0, len(gone), 1024):
             self._tell(BodiesGone(digests=tuple(gone[first : first + 1024])))
+        self._intake.look_again()
 
     async def _announce_again(self) -> None:
         while True:
             await asyncio.sleep(ANNOUNCE_AGAIN_S)
-            before = self._clock.monotonic_s() - ANNOUNCE_AGAIN_S
-            for digest in [d for d, at in self._announced.items() if at <= before]:
-                del self._announced[digest]
-            self._announce()
-
-    def _announce(self) -> None:
-        """Tell the scheduler of what it does not have, in frames of bounded size."""
-        chosen: list[GroupSummary] = []
-        size_bytes = 0
-        room = ANNOUNCE_WINDOW - len(self._announced)
-        for digest, summary in list(islice(self._unaccepted.items(), 2 * ANNOUNCE_WINDOW)):
-            if room <= 0:
-                break
-            if digest in self._announced:
-                continue
-            room -= 1
-            summary_bytes = len(msgspec.msgpack.encode(summary))
-            if chosen and size_bytes + summary_bytes > ANNOUNCE_BYTES:
-                if not self._tell_stored(chosen):
-                    return
-                chosen, size_bytes = [], 0
-            chosen.append(summary)
-            size_bytes += summary_bytes
-        if chosen:
-            self._tell_stored(chosen)
-
-    def _tell_stored(self, summaries: list[GroupSummary]) -> bool:
-        try:
-            if not self._tell(TrajectoriesStored(summaries=tuple(summaries))):
-                return False
-        except LocalProtocolError as error:  # one of them must not silence the others
-            if len(summaries) > 1:
-                return all(self._tell_stored([summary]) for summary in summaries)
-            self._drop(summaries[0], str(error))
-            return True
-        now = self._clock.monotonic_s()
-        self._announced.update((summary.digest, now) for summary in summaries)
-        return True
+            self._announcements.expire()
 
     async def _frames(self, answer: _Answer) -> Sequence[bytes]:
         if not isinstance(answer, str):
@@ -312,7 +330,9 @@ class TrajectoryLog:
         if data is None:
             self.counters["body_not_found"] += 1
             return encode(Body(digest=digest, found=False))
-        return encode(Body(digest=digest), (data,))
+        starts = range(0, len(data), BULK_FRAME_BYTES)
+        frames = [data[start : start + BULK_FRAME_BYTES] for start in starts]
+        return encode(Body(digest=digest), frames)
 
 
 def _check_and_append(store: BodyStore, batch: Sequence[_Put]) -> list[Outcome | None]:

@@ -12,15 +12,19 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+import msgspec
 import structlog
 
 from scheduler.service import Worker
 from scheduler.weight_upkeep import Asked
 from scheduler.weight_versions import WeightVersions
+from transport.chunk_parts import ahead_of
 from transport.envelope import LIMITS, encode
 from transport.errors import LocalProtocolError, StoreError
-from transport.messages import Plane, WeightsRequest
+from transport.messages import Ahead, Plane, WeightsPlan, WeightsRequest
 from transport.runtime.clock import Clock
+from transport.source_links import MAX_AHEAD_BYTES
+from transport.weights.manifest import FileEntry, decode_manifest
 from transport.weights.plan import LinkSpeed
 
 CACHED_PLANS: Final = 1024
@@ -55,10 +59,13 @@ class _Key(NamedTuple):
     have_digest: str
     upto: int | None
     link: LinkSpeed
+    ahead_bytes: int
+    ahead_piece_bytes: int
 
 
 class _Made(NamedTuple):
     frames: Sequence[bytes]
+    ahead: tuple[Ahead, ...] = ()
     held_back: bool = False
     failed: bool = False
 
@@ -123,9 +130,12 @@ class Planner:
             return ()
         return made.frames
 
-    def sent(self, key: PlanFor) -> None:
-        """The agent asks again when it has applied the plan, or when the plan got lost."""
-        self._standing.pop(key, None)
+    def sent(self, key: PlanFor) -> tuple[Ahead, ...]:
+        """The agent asks again when it has applied the plan, or when the plan got lost. Returns
+        what the plan said is to follow it."""
+        standing = self._standing.pop(key, None)
+        made = None if standing is None else self._plans.get(_key(standing.request))
+        return () if made is None else made.ahead
 
     def holders(self, policy: str) -> list[int]:
         """Versions that living agents hold."""
@@ -189,7 +199,10 @@ class Planner:
             plan = versions.plan(
                 key.policy, key.have_version, key.have_digest, key.upto, link=key.link
             )
-            return _Made(() if plan is None else encode(plan, limits=LIMITS[Plane.WEIGHTS]))
+            if plan is None:
+                return _Made(())
+            plan = msgspec.structs.replace(plan, ahead=_ahead(plan, key))
+            return _Made(encode(plan, limits=LIMITS[Plane.WEIGHTS]), plan.ahead)
         except (StoreError, LocalProtocolError) as error:
             _log.warning("weights.no_plan", policy=key.policy, upto=key.upto, reason=str(error))
             return _Made((), failed=key.upto is None)
@@ -201,7 +214,36 @@ class Planner:
 
 def _key(request: WeightsRequest) -> _Key:
     speed = LinkSpeed(_octave(request.rate_bytes_s), _octave(request.decode_cells_s))
-    return _Key(request.policy, request.have_version, request.have_digest, request.upto, speed)
+    return _Key(
+        request.policy,
+        request.have_version,
+        request.have_digest,
+        request.upto,
+        speed,
+        _rounded(min(request.ahead_bytes, MAX_AHEAD_BYTES)),
+        _rounded(min(request.ahead_piece_bytes, MAX_AHEAD_BYTES)),
+    )
+
+
+def _ahead(plan: WeightsPlan, key: _Key) -> tuple[Ahead, ...]:
+    """What of the plan's deltas follows it unasked. Nothing of a snapshot, which the agent may
+    have in a folder, and nothing to one without a copy."""
+    if not key.ahead_bytes or key.have_version is None:
+        return ()
+    entries: list[FileEntry] = []
+    for step in plan.steps:
+        for entry in decode_manifest(step.manifest).files:
+            if entry.name in step.files:
+                if entry.kind not in ("delta", "composite"):
+                    return ()
+                entries.append(entry)
+    return ahead_of(entries, ahead_bytes=key.ahead_bytes, piece_bytes=key.ahead_piece_bytes)
+
+
+def _rounded(value: int) -> int:
+    """Down to three binary digits, so that agents with about the same window share a plan."""
+    spare = max(value.bit_length() - 3, 0)
+    return value >> spare << spare
 
 
 def _octave(value: float) -> float:

@@ -228,7 +228,10 @@ class WeightStore:
 
     def _on_sent(self, piece: _PieceOf | PlanFor) -> None:
         if isinstance(piece, PlanFor):
-            self._planner.sent(piece)
+            for ahead in self._planner.sent(piece):
+                for index in ahead.indices:
+                    wanted = _PieceOf(ahead.digest, index, ahead.part_bytes)
+                    self._sender.ask(piece.route, wanted)
 
     # ---- the background -----------------------------------------------------------------------
 

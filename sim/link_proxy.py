@@ -24,7 +24,6 @@ outage (transfers continue at once).
 import asyncio
 import math
 import random
-import socket
 from collections.abc import Mapping
 from functools import partial
 from typing import Final
@@ -43,13 +42,9 @@ from sim.link_shaper import (
     TargetStats,
     send_reset,
 )
+from sim.link_sockets import Address, listening_socket, small_socket
 from transport.errors import ConfigError
 
-Address = tuple[str, int]
-"""Host (name or literal) and port."""
-
-SOCKET_BUFFER_BYTES: Final = 128 * 1024
-"""Asked of the kernel for each socket, which doubles it for its own bookkeeping."""
 CONNECT_TIMEOUT_S: Final = 10.0
 MAX_CONNECTIONS: Final = 1024
 """More at once are reset: one agent needs a few, and a reconnect storm must not eat the machine."""
@@ -231,7 +226,7 @@ class LinkProxy:
         Raises ``ConfigError`` naming target and address when one cannot be bound.
         """
         for target in self._targets.values():
-            sock = _listening_socket(target.name, self._listen.get(target.name, ("127.0.0.1", 0)))
+            sock = listening_socket(target.name, self._listen.get(target.name, ("127.0.0.1", 0)))
             self._servers.append(
                 await self._loop.create_server(partial(self._accept, target), sock=sock)
             )
@@ -345,7 +340,7 @@ class LinkProxy:
 
     async def _dial(self, connection: _Connection) -> None:
         target = connection.target
-        sock = _small_socket(target.address[0])
+        sock = small_socket(target.address[0])
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._loop.sock_connect(sock, target.address)
@@ -375,23 +370,3 @@ class LinkProxy:
         for target in self._targets.values():
             for connection in list(target.connections):
                 connection.abort()
-
-
-def _small_socket(host: str) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
-    return sock
-
-
-def _listening_socket(name: str, address: Address) -> socket.socket:
-    sock = _small_socket(address[0])  # accepted sockets inherit the buffers' sizes
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        where = f"{address[0]}:{address[1]}"
-        raise ConfigError(f"target {name!r}: cannot listen on {where}: {error}") from error
-    return sock

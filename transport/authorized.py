@@ -29,7 +29,7 @@ class AllowList:
     and added, so that its connections are closed and checked anew.
     """
 
-    SCAN_INTERVAL_S = 1.0
+    SCAN_INTERVAL_S = 0.4
 
     def __init__(self, folder: Path, now: float) -> None:
         """Raises ``ConfigError`` when there is no such folder."""
@@ -89,20 +89,10 @@ class AllowList:
         return tuple(found)
 
     def _read(self) -> tuple[dict[str, Peer], tuple[str, ...]]:
+        public, warnings = read_authorized(self._folder)
         entries: dict[str, list[PublicKey]] = {}
-        warnings: list[str] = []
-        for path in sorted(self._folder.glob("*.toml")):
-            try:
-                public = load_toml(path, PublicKey)
-            except ConfigError as error:
-                warnings.append(f"{error}; skipped")
-                continue
-            if public.name != path.stem:
-                warnings.append(
-                    f"{path}: name is {public.name!r}, the file must be {public.name}.toml; skipped"
-                )
-                continue
-            entries.setdefault(public.public_key, []).append(public)
+        for one in public:
+            entries.setdefault(one.public_key, []).append(one)
         peers = {}
         for key, owners in entries.items():
             if len(owners) > 1:
@@ -114,3 +104,22 @@ class AllowList:
             owner = owners[0]
             peers[key] = Peer(name=owner.name, role=owner.role, policy=owner.policy)
         return peers, tuple(warnings)
+
+
+def read_authorized(folder: Path) -> tuple[list[PublicKey], list[str]]:
+    """The public keys of a folder by file name, and what was skipped and why."""
+    found: list[PublicKey] = []
+    warnings: list[str] = []
+    for path in sorted(folder.glob("*.toml")):
+        try:
+            public = load_toml(path, PublicKey)
+        except ConfigError as error:
+            warnings.append(f"{error}; skipped")
+            continue
+        if public.name != path.stem:
+            warnings.append(
+                f"{path}: name is {public.name!r}, the file must be {public.name}.toml; skipped"
+            )
+            continue
+        found.append(public)
+    return found, warnings

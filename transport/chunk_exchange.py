@@ -18,7 +18,6 @@ wants them; index ``i`` of a request with ``part_bytes`` is that part of the fil
 together here, so at most a window's worth of chunks is in memory.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -31,10 +30,12 @@ from transport.chunk_parts import (
     SourceId,
     SourceState,
     WantedChunk,
+    choose_source,
+    place_of,
     requests_for,
 )
 from transport.delivery_window import MAX_TIMEOUT_S, MIN_PIECES
-from transport.messages import ChunkRequest
+from transport.messages import Ahead, ChunkRequest
 from transport.weights.manifest import chunk_digest
 from transport.weights.tensors import Buffer
 
@@ -122,6 +123,22 @@ class ChunkExchange:
         self._queue.append(chunk)
         return True
 
+    def coming(self, source: SourceId, ahead: Ahead, now: float) -> None:
+        """Wanted pieces that an origin sends unasked: they are not asked for, unless they fail to
+        come."""
+        state = self._sources.get(source)
+        of_file = self._files.get(ahead.digest)
+        if state is None or not state.up or state.relay or not of_file:
+            return
+        chunk_bytes = next(iter(of_file.values())).wanted.chunk_bytes
+        for index in ahead.indices:
+            place = place_of(index, ahead.part_bytes, chunk_bytes)
+            chunk = None if place is None else of_file.get(place.number)
+            if place is not None and chunk is not None:
+                part = chunk.take_part(place.start, ahead.part_bytes)
+                if part is not None:
+                    self._note_request(chunk, part, source, now, unasked=True)
+
     def forget(self, key: ChunkKey) -> None:
         """A chunk that is not wanted any more."""
         chunk = self._get(key)
@@ -150,10 +167,10 @@ class ChunkExchange:
                 self._dequeue()
                 self._fail(chunk, "chunk.attempts")
             else:
-                source, some_usable = self._choose(chunk)
+                source, some_usable = choose_source(chunk, self._sources)
                 if source is not None:
                     if not chunk.laid_out:
-                        chunk.lay_out(self._sources[source].window)
+                        chunk.lay_out(self._sources[source].window.piece_bytes())
                     part = chunk.to_ask.popleft()
                     self._note_request(chunk, part, source, now)
                     pieces.setdefault(source, []).append((chunk, part))
@@ -263,30 +280,6 @@ class ChunkExchange:
     def _get(self, key: ChunkKey) -> ChunkState | None:
         return self._files.get(key[0], {}).get(key[1])
 
-    def _choose(self, chunk: ChunkState) -> tuple[SourceId | None, bool]:
-        """The source with the most room for the chunk's next part, and whether one that may
-        deliver it is full."""
-        usable = [
-            (name, state)
-            for name, state in self._sources.items()
-            if state.up and name not in chunk.refused
-        ]
-        relays = [each for each in usable if each[1].relay]
-        if relays:
-            owner = [each for each in relays if each[0] == chunk.owner]
-            usable = owner or relays
-        elif len(usable) > 1:
-            usable = [each for each in usable if each[0] != chunk.avoid]
-        best: SourceId | None = None
-        least = math.inf
-        for name, state in usable:
-            limit_bytes = state.window.limit_bytes()
-            after_bytes = state.outstanding_bytes + chunk.next_size_bytes(state.window)
-            fits = after_bytes <= limit_bytes or not state.outstanding_bytes
-            if fits and after_bytes / limit_bytes < least:
-                best, least = name, after_bytes / limit_bytes
-        return best, bool(usable)
-
     def _may_come(self, chunk: ChunkState) -> bool:
         """Whether a source that is down now may deliver it."""
         return not self._sources or any(name not in chunk.refused for name in self._sources)
@@ -297,7 +290,9 @@ class ChunkExchange:
             for state in self._sources.values()
         )
 
-    def _note_request(self, chunk: ChunkState, part: int, source: SourceId, now: float) -> None:
+    def _note_request(
+        self, chunk: ChunkState, part: int, source: SourceId, now: float, unasked: bool = False
+    ) -> None:
         state = self._sources[source]
         size = chunk.part_size_bytes(part)
         state.outstanding_bytes += size
@@ -307,7 +302,7 @@ class ChunkExchange:
         deadline_s = now + min(patience_s, MAX_TIMEOUT_S)
         self._nothing_expires_before = min(self._nothing_expires_before, deadline_s)
         self._requests[chunk.wanted.key, part] = PieceRequest(
-            source, now, deadline_s, size, state.window.delivered_bytes, lone
+            source, now, deadline_s, size, state.window.delivered_bytes, lone, unasked
         )
         if state.relay:
             chunk.owner = source
@@ -318,6 +313,8 @@ class ChunkExchange:
         window = self._sources[source].window
         if asked is None or asked.source != source or chunk.failures:
             window.delivered_again(size)
+        elif asked.unasked:
+            window.delivered_unasked(size, now=now)
         else:
             before = asked.delivered_at_send
             window.delivered(

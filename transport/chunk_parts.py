@@ -4,14 +4,16 @@ What always holds: a part size is between ``MIN_PIECE_BYTES`` and the chunk size
 that index ``i`` of a request with ``part_bytes`` is that part of the file and lies in one chunk.
 """
 
+import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
 from transport.delivery_window import MIN_PIECE_BYTES, DeliveryWindow
-from transport.messages import ChunkRequest
+from transport.messages import Ahead, ChunkRequest
+from transport.weights.manifest import FileEntry
 from transport.weights.tensors import Buffer
 
 MAX_INDICES = 64
@@ -69,6 +71,8 @@ class PieceRequest:
     size_bytes: int
     delivered_at_send: int
     lone: bool
+    unasked: bool = False
+    """It was sent of the source's own accord: when, nobody here knows."""
 
 
 @dataclass(slots=True)
@@ -115,13 +119,24 @@ class ChunkState:
         size = self.wanted.size_bytes
         return min(part_bytes_for(self.wanted.chunk_bytes, window.piece_bytes()) or size, size)
 
-    def lay_out(self, window: DeliveryWindow) -> None:
-        """Decide in which parts it is asked for; its first ones on the link of ``window``."""
+    def lay_out(self, piece_bytes: int) -> None:
+        """Decide in which parts it is asked for, of about ``piece_bytes`` at most."""
         self.laid_out = True
-        part_bytes = part_bytes_for(self.wanted.chunk_bytes, window.piece_bytes())
+        part_bytes = part_bytes_for(self.wanted.chunk_bytes, piece_bytes)
         if part_bytes < self.wanted.size_bytes:  # a short last chunk stays whole
             self.part_bytes = part_bytes
             self.to_ask = deque(range(self.part_count))
+
+    def take_part(self, start: int, part_bytes: int) -> int | None:
+        """The part from byte ``start`` on, which need not be asked for; None where it is not one
+        of those that are to be asked for. Lays out in parts of ``part_bytes`` (0: whole)."""
+        if not self.laid_out:
+            self.lay_out(part_bytes or self.wanted.chunk_bytes)
+        part = start // part_bytes if part_bytes else 0
+        if self.part_bytes != part_bytes or part not in self.to_ask:
+            return None
+        self.to_ask.remove(part)
+        return part
 
     def reset(self) -> None:
         self.laid_out = False
@@ -146,6 +161,31 @@ def part_bytes_for(chunk_bytes: int, piece_bytes: int) -> int:
     return 0 if part == chunk_bytes else part
 
 
+def choose_source(
+    chunk: ChunkState, sources: Mapping[SourceId, SourceState]
+) -> tuple[SourceId | None, bool]:
+    """The source with the most room for the chunk's next part, and whether one that may deliver
+    it is full. Relays come first, the one that has the chunk's other parts above all."""
+    usable = [
+        (name, state) for name, state in sources.items() if state.up and name not in chunk.refused
+    ]
+    relays = [each for each in usable if each[1].relay]
+    if relays:
+        owner = [each for each in relays if each[0] == chunk.owner]
+        usable = owner or relays
+    elif len(usable) > 1:
+        usable = [each for each in usable if each[0] != chunk.avoid]
+    best: SourceId | None = None
+    least = math.inf
+    for name, state in usable:
+        limit_bytes = state.window.limit_bytes()
+        after_bytes = state.outstanding_bytes + chunk.next_size_bytes(state.window)
+        fits = after_bytes <= limit_bytes or not state.outstanding_bytes
+        if fits and after_bytes / limit_bytes < least:
+            best, least = name, after_bytes / limit_bytes
+    return best, bool(usable)
+
+
 class Place(NamedTuple):
     """Where a piece is: chunk ``number`` of its file, bytes ``start`` to ``stop`` of the chunk."""
 
@@ -162,6 +202,41 @@ def place_of(index: int, part_bytes: int, chunk_bytes: int) -> Place | None:
         return None
     number, part = divmod(index, chunk_bytes // part_bytes)
     return Place(number, part * part_bytes, (part + 1) * part_bytes)
+
+
+def ahead_of(
+    entries: Iterable[FileEntry], *, ahead_bytes: int, piece_bytes: int
+) -> tuple[Ahead, ...]:
+    """The first pieces of some files, in order: as many as ``ahead_bytes`` hold, as large as a link
+    on which a piece is ``piece_bytes`` wants them."""
+    found: list[Ahead] = []
+    piece_bytes = max(piece_bytes, MIN_PIECE_BYTES)
+    for entry in entries:
+        part_bytes = part_bytes_for(entry.chunk_bytes, piece_bytes)
+        sizes: dict[tuple[int, int], int] = {}  # by part size (0: whole) and index
+        for number in range(len(entry.chunk_digests)):
+            size = entry.chunk_size_bytes(number)
+            if not part_bytes or part_bytes >= size:
+                sizes[0, number] = size
+                continue
+            first = number * (entry.chunk_bytes // part_bytes)
+            for part in range(-(-size // part_bytes)):
+                sizes[part_bytes, first + part] = min(part_bytes, size - part * part_bytes)
+        fitting: list[tuple[int, int]] = []
+        for place, size in sizes.items():
+            if size > ahead_bytes:
+                ahead_bytes = 0
+                break
+            ahead_bytes -= size
+            fitting.append(place)
+        for part, group in groupby(fitting, lambda place: place[0]):
+            indices = [index for _, index in group]
+            for start in range(0, len(indices), MAX_INDICES):
+                batch = tuple(indices[start : start + MAX_INDICES])
+                found.append(Ahead(digest=entry.digest, indices=batch, part_bytes=part))
+        if not ahead_bytes:
+            break
+    return tuple(found)
 
 
 def requests_for(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from transport.chunk_exchange import MAX_ATTEMPTS, ChunkExchange
 from transport.chunk_parts import ChunkSource, FetchCounters, SourceId, WantedChunk
-from transport.messages import ChunkRequest
+from transport.messages import Ahead, ChunkRequest
 from transport.weights.manifest import FileEntry, chunk_digest
 from transport.weights.tensors import Buffer
 
@@ -134,6 +134,10 @@ class ChunkFetcher:
     def add_source(self, source: ChunkSource) -> None:
         """One more source, which is up."""
         self._exchange.add_source(source)
+
+    def coming(self, source: SourceId, ahead: Ahead, now: float) -> None:
+        """Pieces that the origin sends unasked."""
+        self._exchange.coming(source, ahead, now)
 
     def source_up(self, source: SourceId) -> None:
         """A link is there (again); what was under way on it before is lost."""

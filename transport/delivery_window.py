@@ -101,6 +101,7 @@ class DeliveryWindow:
         self._growth = MAX_GROWTH
         self._train = (0.0, 0)  # when this round began, bytes then
         self._train_pieces = 0
+        self._unasked_train = False
         self._last_s = 0.0
 
     @property
@@ -148,6 +149,8 @@ class DeliveryWindow:
         limited = self._limited_from_bytes <= delivered_at_send <= self._limited_until_bytes
         if not limited or rate > self.rate_bytes_s:
             self._observe_rate(rate, now)
+        if self._unasked_train:
+            self._train_pieces, self._unasked_train = 0, False
         new_round = delivered_at_send >= self._round_ends_bytes
         if new_round:
             self._end_round()
@@ -161,6 +164,19 @@ class DeliveryWindow:
             self._round_rate = max(self._round_rate, rate)
             self._round_bytes = max(self._round_bytes, self.delivered_bytes - delivered_at_send)
             self._round_rtt_s = min(self._round_rtt_s, rtt)
+
+    def delivered_unasked(self, size_bytes: int, *, now: float) -> None:
+        """A piece arrived that the source sent of its own accord: its time means nothing. Where
+        nothing is known of the path yet, the pace of such pieces says what fills the slack."""
+        began = self.delivered_bytes == 0
+        self.delivered_bytes += size_bytes
+        if self.min_rtt_s is None:
+            if began:
+                self._train, self._unasked_train = (now, self.delivered_bytes), True
+            self._train_pieces += not began
+            self._last_s = now
+            window = min(TRAIN_GAIN * self._trip_s * self._train_rate(), 2 * self._start_bytes)
+            self._window_bytes = max(self._window_bytes, window)
 
     def delivered_again(self, size_bytes: int) -> None:
         """A piece arrived that was asked for more than once: its time means nothing."""

@@ -30,6 +30,8 @@ MIB = 1024 * KIB
 
 CONTROL_FRAME_BYTES = 256 * KIB
 BULK_FRAME_BYTES = 4 * MIB
+MAX_BODY_FRAMES = 16
+"""A packed trajectory on its way to a trainer: 64 MiB."""
 
 
 class Limits(NamedTuple):
@@ -52,13 +54,13 @@ class Limits(NamedTuple):
 
 LIMITS: dict[Plane, Limits] = {
     Plane.CONTROL: Limits(CONTROL_FRAME_BYTES, 0, 0),
-    Plane.TRAJECTORIES: Limits(CONTROL_FRAME_BYTES, BULK_FRAME_BYTES, 1),
+    Plane.TRAJECTORIES: Limits(CONTROL_FRAME_BYTES, BULK_FRAME_BYTES, MAX_BODY_FRAMES),
     # A plan carries whole signed manifests in its header, so that one may be large as well.
     Plane.WEIGHTS: Limits(BULK_FRAME_BYTES, BULK_FRAME_BYTES, 1),
     Plane.ENROLMENT: Limits(16 * KIB, 0, 0),
 }
 
-PAYLOAD_FRAMES: dict[type[Message], int] = {TrajectoryPut: 1, Body: 1, Chunk: 1}
+PAYLOAD_FRAMES: dict[type[Message], int] = {TrajectoryPut: 1, Body: MAX_BODY_FRAMES, Chunk: 1}
 """The most payload frames of a kind; kinds that are not here carry none."""
 
 KIND_OF: dict[type[Message], int] = {kind_type: kind for kind, kind_type in KINDS.items()}

@@ -5,14 +5,20 @@ another; a secret is not read from a file that others can read.
 """
 
 import os
+import struct
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from zmq.utils import z85
 
 from transport.errors import ConfigError
+from transport.ids import NAME_RULE, is_name
+
+CURVE_KEY_CHARACTERS = 40
+KEY_BYTES = 32
 
 _OTHERS = 0o077
 _FILE_BYTES = 64 * 1024
@@ -21,7 +27,13 @@ _FILE_BYTES = 64 * 1024
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def load_toml(path: Path, kind: type[S], *, secret: bool = False) -> S:
+def load_toml(
+    path: Path,
+    kind: type[S],
+    *,
+    secret: bool = False,
+    made_with: str = "farflow keys create FOLDER",
+) -> S:
     """A key file, checked. Unknown keys are refused, which also keeps a secret file out of the
     authorized folder.
 
@@ -35,8 +47,7 @@ def load_toml(path: Path, kind: type[S], *, secret: bool = False) -> S:
             content = file.read(_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(
-            f"{path}: {error.strerror}; make keys with `farflow keys create FOLDER`, or name "
-            "another folder"
+            f"{path}: {error.strerror}; make it with `{made_with}`, or name another file"
         ) from error
     found = _found(content)
     if found and needed and found != needed:
@@ -49,9 +60,17 @@ def load_toml(path: Path, kind: type[S], *, secret: bool = False) -> S:
     if len(content) > _FILE_BYTES:
         raise ConfigError(f"{path}: larger than {_FILE_BYTES} bytes, this is no key file")
     try:
-        return msgspec.convert(tomllib.loads(content.decode()), kind)
-    except (ValueError, msgspec.ValidationError) as error:
+        return parse_toml(str(path), content.decode(), kind)
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def parse_toml(where: str, text: str, kind: type[S]) -> S:
+    """What ``text`` says, checked; raises ``ConfigError`` beginning with ``where``."""
+    try:
+        return msgspec.convert(tomllib.loads(text), kind)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _what(fields: Collection[str]) -> str:
@@ -61,6 +80,12 @@ def _what(fields: Collection[str]) -> str:
         if secret:
             return "the secret key of a process, as in keys/NAME.toml"
         return "the public key of a process, as in authorized/NAME.toml or server.public.toml"
+    if "signature" in fields:
+        return "what the root key has signed, as in certificates/NAME.toml"
+    if "verify_key" in fields and "policy" not in fields:
+        if secret:
+            return "the deployment's root key, as in signing/root.toml"
+        return "the public half of the root key, as in root.public.toml"
     if "verify_key" in fields:
         if secret:
             return "a signing key, as in signing/NAME.toml"
@@ -106,3 +131,35 @@ def write_new(path: Path, text: str, *, mode: int) -> None:
         raise ConfigError(f"{path} exists; move it away to make a new key") from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name another folder") from error
+
+
+# ---- what key files say, checked: each raises ValueError naming the field ------------------------
+
+
+def check_name(name: str) -> None:
+    if not is_name(name):
+        raise ValueError(f"name {name!r} is not {NAME_RULE}")
+
+
+def check_policy(policy: str) -> None:
+    parts = policy.split("/")
+    if len(parts) != 2 or not all(is_name(part) for part in parts):
+        raise ValueError(f"policy {policy!r} is not RUN/NAME")
+
+
+def check_curve(field: str, key: str) -> None:
+    try:
+        valid = len(key) == CURVE_KEY_CHARACTERS and len(z85.decode(key)) == KEY_BYTES
+    except (ValueError, KeyError, struct.error):
+        valid = False
+    if not valid:
+        raise ValueError(f"{field} is not {CURVE_KEY_CHARACTERS} characters of z85")
+
+
+def check_hex(field: str, key: str, size_bytes: int = KEY_BYTES) -> None:
+    try:
+        valid = len(bytes.fromhex(key)) == size_bytes and key == key.lower()
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"{field} is not {2 * size_bytes} lower-case hexadecimal digits")

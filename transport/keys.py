@@ -12,12 +12,14 @@ One folder holds a deployment's keys (``create_keys``); a machine gets only its 
     signing/NAME.toml           secret  Ed25519, signs the weight manifests of one policy
     authorized/NAME.toml        public  who may connect
     signers/NAME.toml           public  whose manifests are believed
+    signing/root.toml           secret  Ed25519, certifies signers and the next server key
+    root.public.toml            public  its other half, pinned by agents
+    certificates/NAME.toml      public  what the root says of a signer (``transport.certificates``)
     relays/NAME.toml            public  what an agent must know to ask a relay
 
 CURVE keys are 40 characters of z85 (RFC 32), Ed25519 keys 64 hexadecimal digits.
 """
 
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -26,16 +28,22 @@ import msgspec
 import zmq
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from zmq.utils import z85
 
+from transport.certificates import RootKey, certify, load_certificate
 from transport.errors import ConfigError
-from transport.ids import NAME_RULE, is_name
-from transport.key_files import load_toml, make_folder, to_toml, write_new
+from transport.key_files import (
+    check_curve,
+    check_hex,
+    check_name,
+    check_policy,
+    load_toml,
+    make_folder,
+    to_toml,
+    write_new,
+)
 from transport.messages import Role
 
-CURVE_KEY_CHARACTERS = 40
 KEY_ID_CHARACTERS = 16
-KEY_BYTES = 32
 
 SERVICES = ("trajectory-log", "weight-store")
 """Names of the scheduler's own processes beside it."""
@@ -59,7 +67,7 @@ class PublicKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         _check_owner(self.name, self.role, self.policy)
-        _check_curve("public_key", self.public_key)
+        check_curve("public_key", self.public_key)
 
 
 class KeyPair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,7 +81,7 @@ class KeyPair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         _check_owner(self.name, self.role, self.policy)
-        _check_curve("secret_key", self.secret_key)
+        check_curve("secret_key", self.secret_key)
         if zmq.curve_public(self.secret_key.encode("ascii")).decode() != self.public_key:
             raise ValueError("public_key does not belong to secret_key")
 
@@ -116,9 +124,9 @@ class SignerKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     verify_key: str
 
     def __post_init__(self) -> None:
-        _check_name(self.name)
-        _check_policy(self.policy)
-        _check_hex("verify_key", self.verify_key)
+        check_name(self.name)
+        check_policy(self.policy)
+        check_hex("verify_key", self.verify_key)
 
     @property
     def key_id(self) -> str:
@@ -143,9 +151,9 @@ class SigningKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     secret_key: str
 
     def __post_init__(self) -> None:
-        _check_name(self.name)
-        _check_policy(self.policy)
-        _check_hex("secret_key", self.secret_key)
+        check_name(self.name)
+        check_policy(self.policy)
+        check_hex("secret_key", self.secret_key)
         if _verify_key(self._private()) != self.verify_key:
             raise ValueError("verify_key does not belong to secret_key")
 
@@ -196,6 +204,8 @@ class DeploymentKeys(NamedTuple):
     trainers: dict[str, KeyPair]
     signers: dict[str, SigningKey]
     relays: dict[str, KeyPair]
+    submitters: dict[str, KeyPair]
+    root: RootKey | None
 
 
 def create_keys(
@@ -206,20 +216,23 @@ def create_keys(
     operators: Iterable[str] = ("operator",),
     viewers: Iterable[str] = (),
     relays: Iterable[str] = (),
+    submitters: Iterable[str] = (),
 ) -> DeploymentKeys:
     """Make what is missing of a deployment's keys in ``folder`` and return the named ones.
 
     Keys that are there are kept, so calling again adds agents or trainers. ``trainers`` are policy
-    ids; each gets a key ``trainer-RUN-POLICY`` and a signing key of the same name.
+    ids; each gets a key ``trainer-RUN-POLICY``, a signing key of the same name and a certificate
+    for it.
 
     Raises:
         ConfigError: a bad name, a file that does not load, or one of another role or policy.
     """
     make_folder(folder, 0o700)
-    for public_folder in ("authorized", "signers", "relays"):
+    for public_folder in ("authorized", "signers", "relays", "certificates"):
         make_folder(folder / public_folder, 0o755)
     make_folder(folder / "signing", 0o700)
     server = _ensure(folder, "server", Role.SCHEDULER, public_path=folder / "server.public.toml")
+    root = _ensure_root(folder)
     trainer_names = {policy: trainer_name(policy) for policy in trainers}
     return DeploymentKeys(
         server=server,
@@ -232,9 +245,12 @@ def create_keys(
             for policy, name in trainer_names.items()
         },
         signers={
-            policy: _ensure_signer(folder, name, policy) for policy, name in trainer_names.items()
+            policy: _ensure_signer(folder, name, policy, root)
+            for policy, name in trainer_names.items()
         },
         relays={name: _ensure_relay(folder, name) for name in relays},
+        submitters={name: _ensure(folder, name, Role.SUBMITTER) for name in submitters},
+        root=root,
     )
 
 
@@ -312,7 +328,22 @@ def _ensure_relay(folder: Path, name: str) -> KeyPair:
     return pair
 
 
-def _ensure_signer(folder: Path, name: str, policy: str) -> SigningKey:
+def _ensure_root(folder: Path) -> RootKey | None:
+    """None where the root key is kept elsewhere: it must not be replaced by another one."""
+    path, public_path = folder / "signing" / "root.toml", folder / "root.public.toml"
+    if path.exists():
+        root = RootKey.load(path)
+    elif public_path.exists():
+        return None
+    else:
+        root = RootKey.generate()
+        root.save(path)
+    if not public_path.exists():
+        write_new(public_path, to_toml(root.public), mode=0o644)
+    return root
+
+
+def _ensure_signer(folder: Path, name: str, policy: str, root: RootKey | None) -> SigningKey:
     path = folder / "signing" / f"{name}.toml"
     if path.exists():
         key = SigningKey.load(path)
@@ -324,44 +355,30 @@ def _ensure_signer(folder: Path, name: str, policy: str) -> SigningKey:
     public_path = folder / "signers" / f"{name}.toml"
     if not public_path.exists():
         write_new(public_path, to_toml(key.public), mode=0o644)
+    certificate_path = folder / "certificates" / f"{name}.toml"
+    if root is None:
+        if certificate_path.exists():
+            return key
+        raise ConfigError(
+            f"{folder / 'signing' / 'root.toml'}: no such file, and without the root key agents do"
+            f" not believe the signer of {policy}; put the root key there for this command"
+        )
+    certificate = certify(root, policy, key.verify_key)
+    if not certificate_path.exists():
+        write_new(certificate_path, to_toml(certificate), mode=0o644)
+    elif load_certificate(certificate_path) != certificate:
+        raise ConfigError(
+            f"{certificate_path}: certifies another key, or is another root's; move it away"
+        )
     return key
 
 
-def _check_name(name: str) -> None:
-    if not is_name(name):
-        raise ValueError(f"name {name!r} is not {NAME_RULE}")
-
-
-def _check_policy(policy: str) -> None:
-    parts = policy.split("/")
-    if len(parts) != 2 or not all(is_name(part) for part in parts):
-        raise ValueError(f"policy {policy!r} is not RUN/NAME")
-
-
 def _check_owner(name: str, role: Role, policy: str | None) -> None:
-    _check_name(name)
+    check_name(name)
     if (role is Role.TRAINER) != (policy is not None):
         raise ValueError("policy is set for the role trainer and for no other")
     if policy is not None:
-        _check_policy(policy)
-
-
-def _check_curve(field: str, key: str) -> None:
-    try:
-        valid = len(key) == CURVE_KEY_CHARACTERS and len(z85.decode(key)) == KEY_BYTES
-    except (ValueError, KeyError, struct.error):
-        valid = False
-    if not valid:
-        raise ValueError(f"{field} is not {CURVE_KEY_CHARACTERS} characters of z85")
-
-
-def _check_hex(field: str, key: str) -> None:
-    try:
-        valid = len(bytes.fromhex(key)) == KEY_BYTES and key == key.lower()
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError(f"{field} is not {2 * KEY_BYTES} lower-case hexadecimal digits")
+        check_policy(policy)
 
 
 def _verify_key(private: Ed25519PrivateKey) -> str:

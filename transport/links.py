@@ -29,6 +29,27 @@ Authorise = Callable[[str], "Peer | None"]
 """Public key -> who that is, or None to refuse. Called on the event loop: must not block."""
 
 
+Admit = Callable[[str], bool]
+"""Address of a peer (no port) -> whether it may try now; asked before ``Authorise``."""
+
+
+class ServerKeys(Protocol):
+    """The server keys that a link may find, while they are being changed."""
+
+    def candidates(self) -> tuple[str, ...]:
+        """At least one key, in the order in which to try them."""
+
+    def used(self, key: str) -> None:
+        """A hub has proved that it holds ``key``."""
+
+
+def key_candidates(server_key: "str | ServerKeys | None") -> tuple[str, ...]:
+    """The keys to try; none on an open link."""
+    if server_key is None:
+        return ()
+    return (server_key,) if isinstance(server_key, str) else server_key.candidates()
+
+
 class Inbound(NamedTuple):
     """One message as a hub receives it."""
 
@@ -43,7 +64,9 @@ class LinkOptions(NamedTuple):
     ``window_messages`` bounds each direction of each connection in messages, so bulk planes have
     a small one: 16 messages of 4 MiB are 64 MiB per peer. The interval between heartbeats of the
     connection itself is apart from what the layers above send: it finds dead NAT entries. A frame
-    that takes longer than ``heartbeat_timeout_s`` on the wire is never delivered.
+    that takes longer than ``heartbeat_timeout_s`` on the wire is never delivered. A hub with
+    ``max_connections`` (0: no bound) keeps each connection for ``connection_s`` at most, and takes
+    at most about ``connection_bytes`` from it.
     """
 
     max_frame_bytes: int
@@ -56,6 +79,9 @@ class LinkOptions(NamedTuple):
     heartbeat_timeout_s: float = 30.0
     reconnect_s: float = 0.2
     reconnect_max_s: float = 30.0
+    max_connections: int = 0
+    connection_s: float = 30.0
+    connection_bytes: int = 64 * 1024
 
     @classmethod
     def for_plane(cls, plane: Plane) -> "LinkOptions":
@@ -106,6 +132,9 @@ class Hub(Protocol):
         Raises:
             LinkClosed: after or during ``close``.
         """
+
+    def reachable(self, route: bytes) -> bool:
+        """Whether the connection of a route that something was received from is still up."""
 
     def disconnect(self, identity: str) -> None:
         """Close the connections of a key. A key that ``authorise`` no longer knows is not heard
@@ -160,9 +189,11 @@ class Network(Protocol):
         *,
         key: "KeyPair | None" = None,
         authorise: Authorise | None = None,
+        admit: Admit | None = None,
     ) -> Hub:
         """Listen on ``endpoint``. With ``key`` and ``authorise`` every peer proves its key;
         without both the hub is open, which is only allowed where nobody else can connect.
+        ``admit`` may put a peer off by where it comes from; it then tries again.
 
         Raises:
             ConfigError: the endpoint cannot be used, or would be open to others.
@@ -174,9 +205,10 @@ class Network(Protocol):
         options: LinkOptions,
         *,
         key: "KeyPair | None" = None,
-        server_key: str | None = None,
+        server_key: str | ServerKeys | None = None,
     ) -> Link:
-        """Connect to ``endpoint`` as ``key``, to nobody but the holder of ``server_key``.
+        """Connect to ``endpoint`` as ``key``, to nobody but the holder of ``server_key``; of
+        several, the next one is tried when a handshake has failed with one.
 
         Raises:
             ConfigError: as for ``hub``.

@@ -18,7 +18,18 @@ from transport.errors import (
     WindowFull,
 )
 from transport.keys import KeyPair
-from transport.links import Authorise, Inbound, LinkOptions, check_frames
+from transport.links import (
+    Admit,
+    Authorise,
+    Inbound,
+    LinkOptions,
+    ServerKeys,
+    check_frames,
+    key_candidates,
+)
+
+ADDRESS = "memory"
+"""Where every peer of this network is."""
 
 T = TypeVar("T")
 
@@ -82,6 +93,7 @@ class MemoryHub:
         options: LinkOptions,
         key: KeyPair | None,
         authorise: Authorise | None,
+        admit: Admit | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.port = port
@@ -92,6 +104,7 @@ class MemoryHub:
         self._options = options
         self._key = key
         self._authorise = authorise
+        self._admit = admit
         self._inbox: _Inbox[Inbound] = _Inbox(options.max_batch)
         self._links: dict[bytes, MemoryLink] = {}
         self._queued: dict[bytes, int] = {}
@@ -99,6 +112,9 @@ class MemoryHub:
     @property
     def peers(self) -> int:
         return len(self._links)
+
+    def reachable(self, route: bytes) -> bool:
+        return route in self._links
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> None:
         self._inbox.require_open()
@@ -131,12 +147,14 @@ class MemoryHub:
 
     # ---- called by the links
 
-    def refusal(self, identity: str, server_key: str | None) -> str:
+    def refusal(self, identity: str, server_keys: tuple[str, ...]) -> str:
         """Why this key may not connect; "" when it may."""
-        if (server_key is None) != (self._key is None):
+        if (not server_keys) != (self._key is None):
             return "one side uses keys and the other does not"
-        if self._key is not None and server_key != self._key.public_key:
+        if self._key is not None and self._key.public_key not in server_keys:
             return "the hub has another server key"
+        if self._admit is not None and not self._admit(ADDRESS):
+            return "too many connections; try later"
         if self._authorise is not None and self._authorise(identity) is None:
             return f"key {identity} is not authorised"
         return ""
@@ -169,7 +187,7 @@ class MemoryLink:
         endpoint: str,
         options: LinkOptions,
         key: KeyPair | None,
-        server_key: str | None,
+        server_key: str | ServerKeys | None,
     ) -> None:
         self.endpoint = endpoint
         self.identity = key.public_key if key is not None else ""
@@ -226,7 +244,7 @@ class MemoryLink:
         self._retry = None
         hub = self._network.hub_at(self.endpoint)
         if hub is not None:
-            reason = hub.refusal(self.identity, self._server_key)
+            reason = hub.refusal(self.identity, key_candidates(self._server_key))
             if not reason:
                 self._hub = hub
                 self._route = self._network.next_route()
@@ -278,6 +296,7 @@ class MemoryNetwork:
         *,
         key: KeyPair | None = None,
         authorise: Authorise | None = None,
+        admit: Admit | None = None,
     ) -> MemoryHub:
         if (key is None) != (authorise is None):
             raise ConfigError(f"hub {endpoint}: give both key and authorise, or none")
@@ -286,7 +305,7 @@ class MemoryNetwork:
             endpoint = f"{endpoint[:-1]}{self._last_port}"
         if endpoint in self._hubs:
             raise ConfigError(f"hub {endpoint}: in use; choose another address or port")
-        hub = MemoryHub(self, endpoint, self._last_port, options, key, authorise)
+        hub = MemoryHub(self, endpoint, self._last_port, options, key, authorise, admit)
         self._hubs[endpoint] = hub
         return hub
 
@@ -296,7 +315,7 @@ class MemoryNetwork:
         options: LinkOptions,
         *,
         key: KeyPair | None = None,
-        server_key: str | None = None,
+        server_key: str | ServerKeys | None = None,
     ) -> MemoryLink:
         if (key is None) != (server_key is None):
             raise ConfigError(f"link {endpoint}: give both key and server_key, or none")

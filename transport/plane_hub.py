@@ -3,10 +3,12 @@
 What always holds: what ``recv`` gives was said by a key of the authorized folder, is well-formed
 and within the plane's limits, and is something the key's role may say here; everything else costs
 a counter. A key that is taken out of the folder loses its connections within about a second. A
-port chosen by the system is remembered, so that a restart is found where it was.
+port chosen by the system is remembered, so that a restart is found where it was. A process that may
+not open as many files as there are keys says so before it refuses anybody.
 """
 
 import asyncio
+import resource
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +35,9 @@ from transport.runtime.clock import Clock
 from transport.runtime.files import atomic_write, read_limited
 from transport.runtime.settings import TransportConfig
 
-REFRESH_S: Final = 1.0
+REFRESH_S: Final = 0.4
+FILES_BESIDE: Final = 256
+"""Open files of a daemon that are no connection of the plane: the store, logs, other sockets."""
 
 MaySay = Callable[[Role, Plane, type[Message]], bool]
 
@@ -85,6 +89,8 @@ class PlaneHub:
         self.allowed = AllowList(Path(transport.keys) / "authorized", clock.monotonic_s())
         for warning in self.allowed.warnings:
             _log.warning("keys.skipped", reason=warning)
+        self._warned_of_files = 0
+        self._warn_of_few_files()
         self._options = link_options(transport, plane)
         self._key = server_key(transport) if key is None else key
         self._may_say = may_say
@@ -93,26 +99,20 @@ class PlaneHub:
         self.counters: Counter[str] = Counter()
 
     def _bind(self, network: Network, host: str, port: int, port_file: Path) -> Hub:
-        for candidate in [port] if port else [*_remembered(port_file), 0]:
-            try:
-                hub = network.hub(
-                    f"tcp://{bracketed(host)}:{candidate}",
-                    self._options,
-                    key=self._key,
-                    authorise=self.allowed.lookup,
-                )
-            except ConfigError:
-                if candidate == port:
-                    raise
-                continue
-            if not port:
-                atomic_write(port_file, f"{hub.port}\n".encode())
-            return hub
-        raise ConfigError(f"host {host}: no port to listen on")
+        def bind(endpoint: str) -> Hub:
+            return network.hub(
+                endpoint, self._options, key=self._key, authorise=self.allowed.lookup
+            )
+
+        return listen(bind, host, port, port_file)
 
     @property
     def peers(self) -> int:
         return self._hub.peers
+
+    def reachable(self, route: bytes) -> bool:
+        """Whether the connection of a route that was heard is still up."""
+        return self._hub.reachable(route)
 
     async def recv(self) -> list[Arrival]:
         """What has arrived; perhaps nothing, when none of it was allowed.
@@ -165,12 +165,27 @@ class PlaneHub:
             refresh = await asyncio.to_thread(self.allowed.refresh, self._clock.monotonic_s())
             for warning in refresh.warnings:
                 _log.warning("keys.skipped", reason=warning)
+            if refresh.added:
+                self._warn_of_few_files()
             for key in refresh.removed:
                 _log.info("keys.removed", key=key)
                 self._hub.disconnect(key)
 
     async def close(self) -> None:
         await self._hub.close()
+
+    def _warn_of_few_files(self) -> None:
+        """Say it before connections are refused: each known key may hold one open file."""
+        needed = len(self.allowed) + FILES_BESIDE
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if allowed < needed and needed > self._warned_of_files:
+            self._warned_of_files = needed
+            _log.warning(
+                "plane.few_files", plane=self.plane.value, keys=len(self.allowed),
+                open_files=allowed, needed=needed,
+                remedy=f"raise the hard limit: LimitNOFILE={needed} in the unit,"
+                f" or `ulimit -Hn {needed}` before the start",
+            )  # fmt: skip
 
     def _check(self, route: bytes, identity: str, frames: list[bytes]) -> Arrival | None:
         peer = self.allowed.lookup(identity)
@@ -182,6 +197,9 @@ class PlaneHub:
             if not self._may_say(peer.role, self.plane, kind):
                 self.counters["received.not_allowed"] += 1
                 _log.warning("plane.not_allowed", peer=peer.name, message=kind.__name__)
+                if self.plane is not Plane.CONTROL:  # where a refusal ends an agent
+                    text = f"a key of role {peer.role.value} may not say {kind.__name__} here"
+                    self.send(route, Refuse(code="role.not_allowed", message=text))
                 return None
             message, payload = decode(frames, self._limits)
         except VersionRefused as error:
@@ -194,6 +212,25 @@ class PlaneHub:
             _log.warning("plane.malformed", peer=peer.name, reason=str(error))
             return None
         return Arrival(route, peer, message, payload)
+
+
+def listen(bind: Callable[[str], Hub], host: str, port: int, port_file: Path) -> Hub:
+    """A hub on ``port``; 0 takes the remembered or any free one, and remembers it.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    for candidate in [port] if port else [*_remembered(port_file), 0]:
+        try:
+            hub = bind(f"tcp://{bracketed(host)}:{candidate}")
+        except ConfigError:
+            if candidate == port:
+                raise
+            continue
+        if not port:
+            atomic_write(port_file, f"{hub.port}\n".encode())
+        return hub
+    raise ConfigError(f"host {host}: no port to listen on")
 
 
 def reachable(host: str) -> str:

@@ -16,8 +16,8 @@ import structlog
 from transport.envelope import LIMITS, decode, encode, peek
 from transport.errors import LinkClosed, LinkError, ProtocolError
 from transport.keys import KeyPair
-from transport.links import Link, LinkOptions, Network
-from transport.messages import Message, Plane
+from transport.links import Link, LinkOptions, Network, ServerKeys
+from transport.messages import WORK_PLANES, Message, Plane
 from transport.permissions import HUB_ROLE, may_send
 from transport.runtime.settings import TransportConfig
 
@@ -68,8 +68,8 @@ class PlaneLinks:
         transport: TransportConfig,
         *,
         key: KeyPair | None,
-        server_key: str | None,
-        planes: Iterable[Plane] = Plane,
+        server_key: str | ServerKeys | None,
+        planes: Iterable[Plane] = WORK_PLANES,
     ) -> None:
         self._network = network
         self._transport = transport

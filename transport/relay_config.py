@@ -13,7 +13,7 @@ class RelayTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     folder: str = "relay"
     key: str = ""
     host: str = "127.0.0.1"
-    port: Port = 7703
+    port: Port = 7704
     cache_bytes: Bytes = 64 * 2**30
     window_bytes: Bytes = 64 * 2**20
 

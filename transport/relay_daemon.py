@@ -23,7 +23,7 @@ from transport.chunk_parts import SourceId
 from transport.envelope import encode
 from transport.errors import ConfigError, LinkError, StoreError
 from transport.fair_sender import FairSender
-from transport.keys import KeyPair, load_server_key
+from transport.keys import KeyPair
 from transport.links import Network
 from transport.messages import Chunk, ChunkRequest, Message, Plane, Role
 from transport.permissions import may_send_at_relay
@@ -33,6 +33,7 @@ from transport.relay import Answer, Answers, Relay
 from transport.relay_config import RelayConfig
 from transport.runtime.clock import Clock, SystemClock
 from transport.runtime.files import lock_folder, private_dir
+from transport.server_keys import PinnedServerKeys
 from transport.source_links import ORIGIN, SourceLinks
 
 PLANE: Final = Plane.WEIGHTS
@@ -70,7 +71,7 @@ class RelayService:
             key=key,
             may_say=may_send_at_relay,
         )
-        server_key = load_server_key(Path(transport.keys))
+        server_key = PinnedServerKeys(Path(transport.keys))
         self._links = PlaneLinks(network, transport, key=key, server_key=server_key, planes=[PLANE])
         self._sources = SourceLinks(
             network,

@@ -22,7 +22,7 @@ from transport.envelope import LIMITS, decode, encode, peek
 from transport.errors import LinkClosed, PeerUnreachable, ProtocolError
 from transport.keys import KeyPair, load_relay_key
 from transport.lanes import LanePlan
-from transport.links import Link, Network
+from transport.links import Link, Network, ServerKeys
 from transport.messages import Chunk, ChunkRequest, Plane
 from transport.plane_links import (
     BULK_MESSAGES,
@@ -41,6 +41,8 @@ LOOK_S: Final = 0.5
 RELAY_WINDOW_BYTES: Final = 4 << 20
 """Least on the way to a relay: what it has to fetch first must cross the ocean, whatever the round
 trip to the relay itself is."""
+
+MAX_AHEAD_BYTES: Final = 8 << 20
 
 _log = structlog.get_logger()
 
@@ -68,7 +70,7 @@ class SourceLinks:
         links: PlaneLinks,
         *,
         key: KeyPair | None,
-        server_key: str | None,
+        server_key: str | ServerKeys | None,
         window_bytes: int,
         clock: Clock,
         arrived: Callable[[SourceId, Chunk, list[bytes]], None],
@@ -107,6 +109,13 @@ class SourceLinks:
                 for name, connection in self._connections.items()
             ),
         ]
+
+    def ahead(self) -> tuple[int, int]:
+        """How many bytes the origin may send unasked, and in what pieces: as many as would be
+        asked for at once. None where relays are asked first."""
+        if self._transport.relays:
+            return 0, 0
+        return min(self._window.limit_bytes(), MAX_AHEAD_BYTES), self._window.piece_bytes()
 
     def is_up(self, source: SourceId) -> bool:
         if source == ORIGIN:
@@ -176,7 +185,13 @@ class SourceLinks:
         )
 
     def _connect(
-        self, name: str, endpoint: str, peer_key: str | None, window: DeliveryWindow, *, relay: bool
+        self,
+        name: str,
+        endpoint: str,
+        peer_key: str | ServerKeys | None,
+        window: DeliveryWindow,
+        *,
+        relay: bool,
     ) -> None:
         options = link_options(self._transport, PLANE)._replace(window_messages=BULK_MESSAGES)
         link = self._network.link(endpoint, options, key=self._key, server_key=peer_key)

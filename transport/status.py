@@ -12,6 +12,7 @@ CopyState = Literal[
     "taken",
     "trained",
     "scored",
+    "delivered",
     "filtered",
     "expired",
     "dropped",
@@ -25,8 +26,10 @@ CopyState = Literal[
 class AccountingRow(msgspec.Struct, kw_only=True):
     """Where every (group, policy) of one kind stands; ``submitted`` equals the sum of the states.
 
-    ``abandoned`` counts consumptions that a rolled-back lineage lost (the group returned to the
-    buffer and is counted again where it went); it is outside the sum.
+    ``scored`` is how evaluation jobs succeed and ``delivered`` how external ones do. Two columns are
+    outside the sum: ``abandoned`` counts consumptions that a rolled-back lineage lost (the group
+    returned to the buffer and is counted again where it went), ``requeued`` how many of
+    ``submitted`` were dead letters before (their first copies stay ``failed``).
     """
 
     policy: str
@@ -38,6 +41,7 @@ class AccountingRow(msgspec.Struct, kw_only=True):
     taken: int = 0
     trained: int = 0
     scored: int = 0
+    delivered: int = 0
     filtered: int = 0
     expired: int = 0
     dropped: int = 0
@@ -45,6 +49,7 @@ class AccountingRow(msgspec.Struct, kw_only=True):
     failed: int = 0
     cancelled: int = 0
     abandoned: int = 0
+    requeued: int = 0
 
     @property
     def balance(self) -> int:

@@ -13,19 +13,22 @@ message, which is dropped.
 
 import asyncio
 import errno
-import os
-import socket as sockets
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import zmq
 
 from transport.errors import ConfigError, PeerUnreachable, WindowFull
-from transport.keys import KeyPair, Peer
-from transport.links import Authorise, Inbound, LinkOptions
+from transport.keys import KeyPair
+from transport.links import (
+    Admit,
+    Authorise,
+    LinkOptions,
+    ServerKeys,
+    key_candidates,
+)
 from transport.zap import ZapHandler
+from transport.zmq_hub import ZmqHub
 from transport.zmq_socket import (
-    BACKLOG,
     HANDSHAKE_FAILURES,
     MAX_SOCKETS,
     End,
@@ -36,167 +39,6 @@ from transport.zmq_socket import (
     failure_text,
     require_loopback,
 )
-
-CLOSE_TIMEOUT_S = 1.0
-"""Longest wait for a closed hub's port to be free again."""
-
-AUTO_ROUTE_BYTES = 5
-"""Routes that libzmq makes are a zero byte and a counter; peers' own names are anything else."""
-
-
-class _Connection(NamedTuple):
-    """Where a route's bytes come from. The inode tells whether the descriptor, which belongs to
-    libzmq, still is that connection."""
-
-    identity: str
-    descriptor: int
-    inode: int
-
-
-class ZmqHub(End[Inbound]):
-    """Made by ``ZmqNetwork.hub``."""
-
-    def __init__(self, network: "ZmqNetwork", socket: ZmqSocket, options: LinkOptions) -> None:
-        self._network = network
-        self._authorise: Authorise | None = None
-        self._domain = f"hub-{id(self):x}"
-        self._connections: dict[bytes, _Connection] = {}
-        self._routes: dict[int, bytes] = {}
-        self._refused: set[str] = set()
-        self._listener_closed = asyncio.Event()
-        self._refused_key = ""
-        super().__init__(
-            network.context, socket, options, zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-        )
-        self.endpoint = ""
-        self.port = 0
-
-    @property
-    def peers(self) -> int:
-        return len(self._connections)
-
-    def listen(self, endpoint: str, key: KeyPair | None, authorise: Authorise | None) -> None:
-        """Called once, by the network."""
-        if key is not None and authorise is not None:
-            self._authorise = authorise
-            self._network.zap.register(self._domain, self._authorise_noted)
-            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret_key.encode("ascii"))
-            self._socket.setsockopt(zmq.ZAP_DOMAIN, self._domain.encode("ascii"))
-            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
-        self._socket.bind(endpoint)
-        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self.port = int(self.endpoint.rpartition(":")[2])
-
-    def send(self, route: bytes, frames: Sequence[bytes]) -> None:
-        try:
-            self._send((route,), frames)
-        except zmq.Again as error:
-            raise WindowFull(f"route {route.hex()} does not keep up") from error
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            raise PeerUnreachable(f"no connection of route {route.hex()}") from error
-
-    def disconnect(self, identity: str) -> None:
-        if self._authorise is not None and self._authorise(identity) is None:
-            self._refused.add(identity)
-        for route, connection in list(self._connections.items()):
-            if connection.identity == identity:
-                self._cut(route)
-
-    async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._wake()
-        self._socket.unbind(self.endpoint)
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._listener_closed.wait()
-        except TimeoutError:
-            self.last_failure = f"{self.endpoint} was not freed within {CLOSE_TIMEOUT_S} s"
-        finally:
-            self.release()
-
-    def release(self) -> None:
-        """Free everything at once; the port may stay taken for a moment."""
-        self._closed = True
-        self._shut()
-        self._network.forget(self, self._domain)
-
-    def _accept(self, frames: list[zmq.Frame]) -> Inbound | None:
-        head = frames[0]
-        route = head.bytes
-        try:
-            identity = str(head.get("User-Id")) if self._authorise is not None else ""
-        except zmq.ZMQError:
-            # Cannot be with our ZAP handler; a message without a key is nobody's.
-            return None
-        known = self._connections.get(route)
-        if (known is None or known.identity != identity) and not self._note(route, identity, head):
-            return None
-        if identity in self._refused:
-            if self._authorise is not None and self._authorise(identity) is None:
-                self._cut(route)
-                return None
-            self._refused.discard(identity)
-        return Inbound(route, identity, [frame.bytes for frame in frames[1:]])
-
-    def _note(self, route: bytes, identity: str, head: zmq.Frame) -> bool:
-        """Remember whose connection this is; false for a route that the peer chose itself, which
-        could be one that we still send another peer's messages to."""
-        if len(route) != AUTO_ROUTE_BYTES or route[0] != 0:
-            return False
-        descriptor = int(head.get(zmq.SRCFD))
-        try:
-            inode = os.fstat(descriptor).st_ino
-        except OSError:
-            # Already closed; what it sent before is still good.
-            return True
-        stale = self._routes.get(descriptor)
-        if stale is not None:
-            self._connections.pop(stale, None)
-        self._routes[descriptor] = route
-        self._connections[route] = _Connection(identity, descriptor, inode)
-        return True
-
-    def _cut(self, route: bytes) -> None:
-        """Shut a connection down under libzmq, which has no call for it; libzmq then sees the end
-        of the stream and forgets the peer."""
-        connection = self._connections.pop(route, None)
-        if connection is None:
-            return
-        self._routes.pop(connection.descriptor, None)
-        try:
-            # The copy pins the descriptor, so that it cannot become another one meanwhile.
-            with sockets.socket(fileno=os.dup(connection.descriptor)) as copy:
-                if os.fstat(copy.fileno()).st_ino == connection.inode:
-                    copy.shutdown(sockets.SHUT_RDWR)
-        except OSError:
-            return
-
-    def _authorise_noted(self, key: str) -> Peer | None:
-        peer = self._authorise(key) if self._authorise is not None else None
-        if peer is None:
-            self._refused_key = key
-        return peer
-
-    def _event(self, event: int, value: int) -> None:
-        if event == zmq.EVENT_CLOSED:
-            self._listener_closed.set()
-        elif event == zmq.EVENT_DISCONNECTED:
-            route = self._routes.pop(value, None)
-            if route is not None:
-                self._connections.pop(route, None)
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self.handshake_failures += 1
-            self.last_failure = f"key {self._refused_key} is not authorised"
-        else:
-            self.handshake_failures += 1
-            self.last_failure = failure_text(event, value)
 
 
 class ZmqLink(End[list[bytes]]):
@@ -217,6 +59,9 @@ class ZmqLink(End[list[bytes]]):
         self._down.set()
         self._retry: asyncio.TimerHandle | None = None
         self._retry_s = options.reconnect_s
+        self._server_keys: ServerKeys | None = None
+        self._tried = ""
+        self._switching = False
         super().__init__(
             network.context,
             socket,
@@ -248,10 +93,12 @@ class ZmqLink(End[list[bytes]]):
         except zmq.Again as error:
             raise WindowFull(f"{self.endpoint} does not keep up") from error
 
-    def connect(self, key: KeyPair | None, server_key: str | None) -> None:
+    def connect(self, key: KeyPair | None, server_key: str | ServerKeys | None) -> None:
         """Called once, by the network."""
         if key is not None and server_key is not None:
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
+            self._server_keys = None if isinstance(server_key, str) else server_key
+            self._tried = key_candidates(server_key)[0]
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, self._tried.encode("ascii"))
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public_key.encode("ascii"))
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret_key.encode("ascii"))
         apply_reconnect(self._socket, self._options)
@@ -281,19 +128,35 @@ class ZmqLink(End[list[bytes]]):
             self._retry = None
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._retry_s = self._options.reconnect_s
+            self._switching = False
             self._down.clear()
             self._up.set()
+            if self._server_keys is not None:
+                self._server_keys.used(self._tried)
             return
         self._up.clear()
         self._down.set()
         if event & HANDSHAKE_FAILURES:
             self.handshake_failures += 1
             self.last_failure = failure_text(event, value)
-        if event != zmq.EVENT_CONNECT_RETRIED:
+            if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._try_another_key()
+        # libzmq goes on with the key that it began with.
+        if self._switching or event != zmq.EVENT_CONNECT_RETRIED:
             loop = asyncio.get_running_loop()
             self._retry = loop.call_later(self._retry_s, self._reconnect)
 
+    def _try_another_key(self) -> None:
+        keys = key_candidates(self._server_keys)
+        at = keys.index(self._tried) if self._tried in keys else -1
+        following = keys[(at + 1) % len(keys)] if keys else self._tried
+        if following != self._tried:
+            self._tried = following
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, following.encode("ascii"))
+            self._switching = True
+
     def _reconnect(self) -> None:
+        self._switching = False
         self._retry_s = min(2 * self._retry_s, self._options.reconnect_max_s)
         try:
             self._socket.disconnect(self.endpoint)
@@ -327,6 +190,7 @@ class ZmqNetwork:
         *,
         key: KeyPair | None = None,
         authorise: Authorise | None = None,
+        admit: Admit | None = None,
     ) -> ZmqHub:
         if (key is None) != (authorise is None):
             raise ConfigError(f"hub {endpoint}: give both key and authorise, or none")
@@ -335,7 +199,7 @@ class ZmqNetwork:
         hub = ZmqHub(self, self._socket(zmq.ROUTER, endpoint, options), options)
         self._ends[hub] = None
         try:
-            hub.listen(endpoint, key, authorise)
+            hub.listen(endpoint, key, authorise, admit)
         except zmq.ZMQError as error:
             hub.release()
             raise ConfigError(
@@ -349,7 +213,7 @@ class ZmqNetwork:
         options: LinkOptions,
         *,
         key: KeyPair | None = None,
-        server_key: str | None = None,
+        server_key: str | ServerKeys | None = None,
     ) -> ZmqLink:
         if (key is None) != (server_key is None):
             raise ConfigError(f"link {endpoint}: give both key and server_key, or none")

@@ -3,7 +3,7 @@
 What always holds: an attempt is waiting, running or scoring; it holds its policies' weights to the
 versions it is pinned to until its last token is drawn; sequences of waiting and running attempts
 add up to at most ``slots + prefetch_sequences`` unless a single attempt is larger than that. The
-engine keeps to its slots by itself: a started attempt may run in waves.
+engine keeps to its slots by itself: a started attempt may run in waves, or wait for a few slots.
 """
 
 from collections.abc import Iterator
@@ -99,7 +99,14 @@ class Attempts:
         return [attempt for attempt in self if policy in attempt.policies]
 
     def inventory(self) -> list[HeldAttempt]:
-        return [HeldAttempt(attempt=held.name, fence=held.fence) for held in self._held.values()]
+        return [
+            HeldAttempt(
+                attempt=held.name,
+                fence=held.fence,
+                started=held.state is not AttemptState.WAITING,
+            )
+            for held in self._held.values()
+        ]
 
     def sequences(self, *states: AttemptState) -> int:
         return sum(held.sequences for held in self._held.values() if held.state in states)

@@ -26,6 +26,12 @@ class ToTrajectoryLog(Effect, frozen=True, kw_only=True):
     summary: GroupSummary
 
 
+class OfferBodies(Effect, frozen=True, kw_only=True):
+    """Tell the log of these spooled bodies in a ``TrajectoryOffer``; it asks for their chunks."""
+
+    summaries: tuple[GroupSummary, ...]
+
+
 class ToWeightStore(Effect, frozen=True, kw_only=True):
     message: Message
 
@@ -102,6 +108,15 @@ class DiscardCopy(Effect, frozen=True, kw_only=True):
 
     policy: str
     unload: bool = False
+
+
+class SendLog(Effect, frozen=True, kw_only=True):
+    """Answer an ``AgentLogRequest`` with the last ``lines`` lines of the log, those about attempts
+    of ``run`` only unless it is empty."""
+
+    request: int
+    run: str
+    lines: int
 
 
 class Exit(Effect, frozen=True, kw_only=True):

@@ -154,19 +154,23 @@ class CopyDiscarded(Event, frozen=True, kw_only=True):
 
 
 class Measured(Event, frozen=True, kw_only=True):
-    """Counters of the engine and the links since the start, for the next heartbeat."""
+    """Counters of the engine and the links since the start, for the next heartbeat, and what the
+    wall clock shows now."""
 
     tokens_generated: int
     running_sequences: int
     waiting_sequences: int
     bytes_up: int
     bytes_down: int
+    wall_s: float | None = None
 
 
 class DrainRequested(Event, frozen=True, kw_only=True):
-    """Finish or hand back what is held, then leave."""
+    """Finish or hand back what is held within ``deadline_s`` (None: the agent's own setting), then
+    leave. A later request can only bring the end forward; 0 leaves at once."""
 
     reason: str
+    deadline_s: float | None = None
 
 
 class Tick(Event, frozen=True, kw_only=True):

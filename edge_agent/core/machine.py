@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from edge_agent.core.attempts import AttemptState
-from edge_agent.core.effects import Effect, Exit, ToScheduler
+from edge_agent.core.effects import Effect, Exit, SendLog, ToScheduler
 from edge_agent.core.events import (
     AttemptCrashed,
     BodyLost,
@@ -37,8 +37,12 @@ from edge_agent.core.settings import AgentSettings
 from edge_agent.core.weights import Weights
 from edge_agent.core.work import Work
 from transport.messages import (
+    MAX_ID_LENGTH,
     AgentInventory,
+    AgentLogRequest,
     AttemptFailed,
+    ChunkRequest,
+    DrainOrder,
     Goodbye,
     GroupSummary,
     Heartbeat,
@@ -47,12 +51,18 @@ from transport.messages import (
     HelloRequired,
     HostedPolicies,
     LeaseOffer,
+    LeaseOffers,
+    LeaseRecall,
+    LeaseReplies,
+    LeaseReply,
     LeaseRevoke,
     Message,
     Plane,
     Refuse,
     Role,
     TrajectoryAck,
+    TrajectoryAcks,
+    TrajectoryOffer,
     TrajectoryPut,
     TrajectoryRefused,
     WeightsPlan,
@@ -63,6 +73,8 @@ if TYPE_CHECKING:
     from random import Random
 
 _MAX_REASON = 200
+_MAX_DRAIN_S = 1e9
+_MAX_LOG_LINES = 2000
 
 
 class AgentSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +89,7 @@ class AgentSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     spool_bytes: int
     unacked_bytes: int
     rtt_s: float | None
+    clock_offset_s: float | None
     policies: dict[str, tuple[str, int | None]]
     counters: dict[str, int]
 
@@ -149,7 +162,8 @@ class AgentCore:
             spooled=len(work.outbox),
             spool_bytes=work.outbox.size_bytes,
             unacked_bytes=work.outbox.unacked_bytes,
-            rtt_s=self._session.rtt_s,
+            rtt_s=self._session.clock.rtt_s,
+            clock_offset_s=self._session.clock_offset_s,
             policies={
                 ladder.policy: (ladder.stage.value, ladder.version) for ladder in self._weights
             },
@@ -189,6 +203,12 @@ class AgentCore:
                 return self._from_scheduler(message, now)
             case FromTrajectoryLog(message=TrajectoryAck() | TrajectoryRefused() as message):
                 return self._work.acknowledged(message, now)
+            case FromTrajectoryLog(message=TrajectoryAcks(bodies=bodies)):
+                acks = (TrajectoryAck(attempt=one.attempt, digest=one.digest) for one in bodies)
+                return [effect for ack in acks for effect in self._work.acknowledged(ack, now)]
+            case FromTrajectoryLog(message=ChunkRequest()):
+                self._work.outbox.progressed(now)
+                return []
             case FromWeightStore(message=WeightsPlan() as plan):
                 return self._weights.planned(plan)
             case FromTrajectoryLog(message=message) | FromWeightStore(message=message):
@@ -214,10 +234,12 @@ class AgentCore:
                     self._work.outbox.link_down()
             case SendFailed():
                 self._send_failed(event, now)
-            case Measured():
+            case Measured(wall_s=wall_s):
                 self._measured = event
-            case DrainRequested(reason=reason):
-                return self._drain(reason, now)
+                self._work.measured(event.running_sequences + event.waiting_sequences)
+                self._session.read_wall(wall_s, now)
+            case DrainRequested(reason=reason, deadline_s=deadline_s):
+                return self._drain(reason, deadline_s, now)
             case Tick():
                 pass
             case _:
@@ -228,6 +250,10 @@ class AgentCore:
         match message:
             case LeaseOffer():
                 return self._work.offered(message, now)
+            case LeaseOffers(offers=offers):
+                return self._offered(offers, now)
+            case LeaseRecall():
+                return self._work.recalled(message)
             case HeartbeatReply():
                 return self._replied(message, now)
             case LeaseRevoke(attempt=name, fence=fence, reason=reason):
@@ -240,6 +266,12 @@ class AgentCore:
                 return effects + self._weights.host(message.policies, now)
             case HostedPolicies(policies=policies):
                 return self._weights.host(policies, now)
+            case DrainOrder(deadline_s=deadline_s, reason=reason):
+                within_s = deadline_s if deadline_s > 0.0 else None
+                return self._drain(reason[:_MAX_REASON], within_s, now)
+            case AgentLogRequest(request=request, run=run, lines=lines):
+                lines = max(1, min(lines, _MAX_LOG_LINES))
+                return [SendLog(request=request, run=run[:MAX_ID_LENGTH], lines=lines)]
             case HelloRequired() | Goodbye():
                 # After a goodbye the scheduler's next life will not know us either.
                 self._session.hello_required(now)
@@ -249,6 +281,20 @@ class AgentCore:
             case _:
                 return self._unexpected(message)
         return []
+
+    def _offered(self, offers: tuple[LeaseOffer, ...], now: float) -> list[Effect]:
+        """One after the other; the replies leave in one frame."""
+        replies: list[LeaseReply] = []
+        effects: list[Effect] = []
+        for offer in offers:
+            for effect in self._work.offered(offer, now):
+                if isinstance(effect, ToScheduler) and isinstance(effect.message, LeaseReply):
+                    replies.append(effect.message)
+                else:
+                    effects.append(effect)
+        if replies:
+            effects.append(ToScheduler(message=LeaseReplies(replies=tuple(replies))))
+        return effects
 
     def _replied(self, message: HeartbeatReply, now: float) -> list[Effect]:
         if not self._session.replied(message, now):
@@ -267,6 +313,9 @@ class AgentCore:
         match event.message:
             case TrajectoryPut(summary=summary):
                 self._work.outbox.not_sent(summary.attempt, now)
+            case TrajectoryOffer(bodies=bodies):
+                for body in bodies:
+                    self._work.outbox.not_sent(body.summary.attempt, now)
             case AttemptFailed() as report:
                 self._session.report_lost(report)
             case _:
@@ -303,10 +352,13 @@ class AgentCore:
             effects += self._leave_when_done(now, self._drain_until_s)
         return effects
 
-    def _drain(self, reason: str, now: float) -> list[Effect]:
+    def _drain(self, reason: str, deadline_s: float | None, now: float) -> list[Effect]:
+        within_s = self._settings.drain_s if deadline_s is None else deadline_s
+        until_s = now + min(max(within_s, 0.0), _MAX_DRAIN_S)
         if self._drain_until_s is not None:
+            self._drain_until_s = min(self._drain_until_s, until_s)
             return []
-        self._drain_until_s = now + self._settings.drain_s
+        self._drain_until_s = until_s
         self._drain_reason = reason
         self._work.draining = True
         effects: list[Effect] = []
@@ -344,6 +396,8 @@ class AgentCore:
                 held=self._work.held(),
                 versions=self._weights.serving(),
                 labels=settings.labels,
+                price_usd_hour=settings.price_usd_hour,
+                egress_usd_gb=settings.egress_usd_gb,
             ),
         )
 
@@ -356,9 +410,11 @@ class AgentCore:
             waiting_sequences=self._measured.waiting_sequences,
             tokens_generated=self._measured.tokens_generated,
             versions=self._weights.serving(),
-            rtt_s=self._session.rtt_s,
+            rtt_s=self._session.clock.rtt_s,
             spool_bytes=self._work.outbox.size_bytes,
             bytes_up=self._measured.bytes_up,
             bytes_down=self._measured.bytes_down,
             draining=self._work.draining,
+            wall_s=self._session.wall_s(now),
+            clock_offset_s=self._session.clock_offset_s,
         )

@@ -1,15 +1,18 @@
 """Spooled results on their way to the trajectory log.
 
 What always holds: a body leaves the spool only after the log acknowledged or refused it, or the
-scheduler said that it is not wanted; bodies sent and not yet acknowledged add up to at most the
-window (one body may always be under way); when the log stays silent with something under way, the
-link is remade, which drops what was queued in it, and everything is sent again, each time after a
-longer wait, so that a slow uplink is not flooded with copies.
+scheduler said that it is not wanted; small bodies are put whole, and those put and not yet
+acknowledged add up to at most the window (one may always be under way); larger ones are offered and
+asked for by the log, at its own pace, so the window does not count them, and only so many are
+offered at once; when the log stays silent with something put or offered, the link is remade, which
+drops what was queued in it, and everything is put and offered again, each time after a longer wait,
+so that a slow uplink is not flooded with copies. What the log has of an offered body it does not
+ask for again.
 """
 
 from collections.abc import Iterable
 
-from edge_agent.core.effects import Effect, RemakeLink, ToTrajectoryLog
+from edge_agent.core.effects import Effect, OfferBodies, RemakeLink, ToTrajectoryLog
 from edge_agent.core.settings import AgentSettings
 from transport.errors import InvariantViolation
 from transport.messages import GroupSummary, Plane
@@ -22,7 +25,8 @@ class Outbox:
         self._settings = settings
         self._entries: dict[str, GroupSummary] = {}
         self._sent: dict[str, None] = {}
-        self._unacked_bytes = 0
+        self._offered: dict[str, None] = {}
+        self._sent_bytes = 0
         self._progress_s = 0.0
         self._stall_s = settings.upload_stall_s
         self._retry_s: float | None = None
@@ -42,14 +46,15 @@ class Outbox:
 
     @property
     def unacked_bytes(self) -> int:
-        return self._unacked_bytes
+        """Of bodies that the log was sent or told of."""
+        return self._sent_bytes + sum(self._entries[name].size_bytes for name in self._offered)
 
     def add(self, summary: GroupSummary) -> None:
         self._entries[summary.attempt] = summary
         self.size_bytes += summary.size_bytes
 
     def progressed(self, now: float) -> None:
-        """The log is alive: it said something about a body."""
+        """The log is alive: it said something about a body, or asked for a part of one."""
         self._progress_s = now
         self._stall_s = self._settings.upload_stall_s
 
@@ -60,10 +65,11 @@ class Outbox:
         self._unsend(summary)
 
     def link_up(self) -> None:
-        """What was under way may be lost: all of it is sent again."""
+        """What was under way may be lost: all of it is sent and offered again."""
         self._connected = True
         self._sent.clear()
-        self._unacked_bytes = 0
+        self._offered.clear()
+        self._sent_bytes = 0
         self._retry_s = None
 
     def link_down(self) -> None:
@@ -72,7 +78,7 @@ class Outbox:
         self._connected = False
 
     def not_sent(self, attempt: str, now: float) -> None:
-        """The link refused the body; try again a little later, or when it is up again."""
+        """The link refused the body or the offer; try again a little later, or when it is up."""
         summary = self._entries.get(attempt)
         if summary is not None:
             self._unsend(summary)
@@ -80,46 +86,67 @@ class Outbox:
             self._retry_s = now + self._settings.upload_retry_s
 
     def advance(self, now: float) -> list[Effect]:
-        """Send what the window allows; notice that the log has gone silent."""
+        """Send and offer what may be; notice that the log has gone silent."""
         effects: list[Effect] = []
-        if self._sent and now >= self._progress_s + self._stall_s:
+        if (self._sent or self._offered) and now >= self._progress_s + self._stall_s:
             self.link_up()
             self._stall_s = min(2 * self._stall_s, self._settings.upload_stall_max_s)
             effects.append(RemakeLink(plane=Plane.TRAJECTORIES))
         if not self._connected or (self._retry_s is not None and now < self._retry_s):
             return effects
         self._retry_s = None
+        if not (self._sent or self._offered):
+            self._progress_s = now
+        offers: list[GroupSummary] = []
+        full = False
         for attempt, summary in self._entries.items():
-            if attempt in self._sent:
+            if attempt in self._sent or attempt in self._offered:
                 continue
-            total = self._unacked_bytes + summary.size_bytes
-            full = len(self._sent) >= self._settings.upload_window_messages
-            if full or (self._sent and total > self._settings.upload_window_bytes):
-                break
-            if not self._sent:
-                self._progress_s = now
-            self._sent[attempt] = None
-            self._unacked_bytes = total
-            effects.append(ToTrajectoryLog(summary=summary))
+            if summary.size_bytes > self._settings.whole_body_bytes:
+                if len(self._offered) < self._settings.upload_offers:
+                    self._offered[attempt] = None
+                    offers.append(summary)
+                continue
+            full = full or not self._fits(summary)
+            if not full:
+                self._sent[attempt] = None
+                self._sent_bytes += summary.size_bytes
+                effects.append(ToTrajectoryLog(summary=summary))
+        if offers:
+            effects.append(OfferBodies(summaries=tuple(offers)))
         return effects
 
     def deadline(self) -> float | None:
         due = [] if self._retry_s is None else [self._retry_s]
-        if self._sent:
+        if self._sent or self._offered:
             due.append(self._progress_s + self._stall_s)
         return min(due, default=None)
 
+    def _fits(self, summary: GroupSummary) -> bool:
+        """Whether the window has room for one more put; there always is for one."""
+        settings = self._settings
+        if not self._sent:
+            return True
+        total_bytes = self._sent_bytes + summary.size_bytes
+        room = len(self._sent) < settings.upload_window_messages
+        return room and total_bytes <= settings.upload_window_bytes
+
     def _unsend(self, summary: GroupSummary) -> None:
+        self._offered.pop(summary.attempt, None)
         if summary.attempt in self._sent:
             del self._sent[summary.attempt]
-            self._unacked_bytes -= summary.size_bytes
+            self._sent_bytes -= summary.size_bytes
 
     def check(self) -> None:
         """Raise ``InvariantViolation`` when the sums do not match the entries."""
         total = sum(summary.size_bytes for summary in self._entries.values())
         sent = [self._entries[attempt] for attempt in self._sent]
-        unacked = sum(summary.size_bytes for summary in sent)
-        if total != self.size_bytes or unacked != self._unacked_bytes:
-            raise InvariantViolation(f"spool of {total} bytes, {unacked} under way, miscounted")
-        if len(sent) > 1 and unacked > self._settings.upload_window_bytes:
-            raise InvariantViolation(f"{unacked} bytes under way are more than the window")
+        sent_bytes = sum(summary.size_bytes for summary in sent)
+        if total != self.size_bytes or sent_bytes != self._sent_bytes:
+            raise InvariantViolation(f"spool of {total} bytes, {sent_bytes} under way, miscounted")
+        if len(sent) > 1 and sent_bytes > self._settings.upload_window_bytes:
+            raise InvariantViolation(f"{sent_bytes} bytes under way are more than the window")
+        if any(attempt in self._sent or attempt not in self._entries for attempt in self._offered):
+            raise InvariantViolation("a body is offered that was sent or is not here")
+        if len(self._offered) > self._settings.upload_offers:
+            raise InvariantViolation(f"{len(self._offered)} bodies are offered at once")

@@ -1,4 +1,4 @@
-"""Being known to the scheduler: hello, heartbeats, silence, round-trip time.
+"""Being known to the scheduler: hello, heartbeats, silence, round-trip time, clock offset.
 
 What always holds: a hello is repeated until it is answered, never more often than once per
 ``hello_repeat_s``; while known, a heartbeat goes out every ``heartbeat_s`` of the last welcome;
@@ -11,14 +11,13 @@ unconfirmed reports are sent again): none is lost, and a repeated one is harmles
 from collections import deque
 from enum import StrEnum
 
+from edge_agent.core.clock_filter import ClockFilter
 from edge_agent.core.effects import Effect, RemakeLink, ToScheduler
 from edge_agent.core.settings import AgentSettings
 from transport.messages import AttemptFailed, HeartbeatReply, Plane, Refuse, Welcome
 
 _MAX_HEARTBEATS = 64
 _MAX_REPORTS = 1024
-_SMOOTHING = 1 / 8
-"""Weight of a new round trip, as for TCP (RFC 6298)."""
 _INTERVAL_RANGE_S = (0.01, 3600.0)
 
 
@@ -37,7 +36,8 @@ class Session:
         self.term = 0
         self.heartbeat_s = settings.heartbeat_s
         self.lost_after_s = settings.lost_after_s
-        self.rtt_s: float | None = None
+        self.clock = ClockFilter()
+        self._wall_ahead_s: float | None = None
         self.sequence = 0
         self._heard_s = now
         self._hello_s: float | None = None
@@ -102,16 +102,31 @@ class Session:
         sent_s = self._beats.pop(message.sequence, None)
         if sent_s is None:
             return False
-        sample_s = max(now - sent_s, 0.0)
-        if self.rtt_s is None:
-            self.rtt_s = sample_s
-        else:
-            self.rtt_s += _SMOOTHING * (sample_s - self.rtt_s)
+        self.clock.add(
+            sent_s=sent_s,
+            arrived_s=now,
+            received_s=message.received_s,
+            replied_s=message.replied_s,
+        )
         self._reports = deque(
             (entry for entry in self._reports if not 0 < entry[1] <= message.sequence),
             maxlen=_MAX_REPORTS,
         )
         return True
+
+    def read_wall(self, wall_s: float | None, now: float) -> None:
+        """What our wall clock shows at ``now``."""
+        self._wall_ahead_s = None if wall_s is None else wall_s - now
+
+    def wall_s(self, now: float) -> float:
+        """Our wall clock at ``now``; 0 before it was read."""
+        return 0.0 if self._wall_ahead_s is None else now + self._wall_ahead_s
+
+    @property
+    def clock_offset_s(self) -> float | None:
+        """By how much the scheduler's wall clock is ahead of ours; None before that is known."""
+        scheduler_s, ours_s = self.clock.ahead_s, self._wall_ahead_s
+        return None if scheduler_s is None or ours_s is None else scheduler_s - ours_s
 
     def silent(self, now: float) -> list[Effect]:
         """What silence calls for: a new link and a hello."""

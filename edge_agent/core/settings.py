@@ -2,6 +2,8 @@
 
 import msgspec
 
+from transport.trajectory import WHOLE_BODY_BYTES
+
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Durations in seconds, sizes in bytes.
@@ -14,7 +16,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     last version is still to arrive, and it may be wanted again. The copy of a policy is read again
     as a whole every ``verify_every_swaps`` swaps and at versions with a signed full digest, and
     cells of the engine are compared with it after the first two and every
-    ``read_back_every_swaps``-th (0: never).
+    ``read_back_every_swaps``-th (0: never). Bodies above
+    ``whole_body_bytes`` are offered, at most ``upload_offers`` at once, and asked for in chunks by
+    the log; the others are put whole, at most the upload window of them under way.
     """
 
     slots: int
@@ -23,17 +27,22 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     workflows: dict[str, str] = {}
     rewards: tuple[str, ...] = ()
     labels: dict[str, str] = {}
+    price_usd_hour: float = 0.0
+    egress_usd_gb: float = 0.0
     prefetch_sequences: int = 512
     max_attempt_sequences: int = 4096
     max_held: int = 1024
     spool_bytes: int = 2**30
     upload_window_bytes: int = 8 * 2**20
     upload_window_messages: int = 64
+    upload_offers: int = 256
+    whole_body_bytes: int = WHOLE_BODY_BYTES
     attempt_timeout_s: float = 3600.0
     drain_s: float = 30.0
     hello_repeat_s: float = 1.0
     lost_after_s: float = 12.0
     heartbeat_s: float = 2.0
+    slot_poll_s: float = 0.1
     request_repeat_s: float = 5.0
     linger_s: float = 60.0
     upload_stall_s: float = 30.0

@@ -2,8 +2,13 @@
 
 What always holds: an accepted attempt ends exactly once, as a spooled result that was acknowledged
 or refused, as a reported failure, or because the scheduler wants it no more; it starts only when
-all its policies have verified weights in the engine, and a pinned one only at exactly its version;
-an end is remembered for a while, so that a late copy of an offer does not run again.
+all its policies have verified weights in the engine, and a pinned one only at exactly its version,
+and when a slot is free, in the order of the offers; until then the scheduler may have it back. An
+end is remembered for a while, so that a late copy of an offer does not run again.
+
+Whether a slot is free: siblings end one by one, which only the engine sees. So sequences that were
+started count until the engine says what it holds, which it is asked every ``slot_poll_s`` while an
+attempt waits for nothing but a slot.
 """
 
 from collections import OrderedDict
@@ -32,6 +37,7 @@ from transport.messages import (
     GroupSummary,
     HeldAttempt,
     LeaseOffer,
+    LeaseRecall,
     LeaseReply,
     TrajectoryAck,
     TrajectoryRefused,
@@ -58,6 +64,8 @@ class Work:
         self._journal = journal
         self._ended: OrderedDict[str, Fence] = OrderedDict()
         self._largest_body_bytes = 0
+        self._in_engine = 0
+        self._poll_s: float | None = None
         self.attempts = Attempts()
         self.outbox = Outbox(settings, spooled)
         self.draining = False
@@ -100,6 +108,25 @@ class Work:
             self._journal.note(offer.attempt, "accepted")
             self.attempts.add(Attempt(offer=offer, accepted_s=now, pinned=pins_of(offer)))
         return [*effects, _reply(offer, reason)]
+
+    def recalled(self, message: LeaseRecall) -> list[Effect]:
+        """Give an attempt back that has not begun; one that has is kept. Nothing is said of what is
+        not here: it was failed or delivered, and the scheduler is about to hear so."""
+        if self.fence_of(message.attempt) != message.fence:
+            self._journal.count("recall.unknown")
+            return []
+        held = self.attempts.find(message.attempt, message.fence)
+        begun = held is None or held.state is not AttemptState.WAITING
+        reply = LeaseReply(
+            attempt=message.attempt,
+            fence=message.fence,
+            accepted=begun,
+            reason="" if begun else "recalled",
+        )
+        if not begun:
+            self._journal.count("recalled")
+            self.forget(message.attempt, "recalled")
+        return [ToScheduler(message=reply)]
 
     def _objection(self, offer: LeaseOffer) -> str:
         """Why not to accept a new offer, or nothing."""
@@ -146,10 +173,19 @@ class Work:
     def advance(self, now: float) -> list[Effect]:
         """Start what can start; give up what waited for its weights too long or in vain."""
         effects: list[Effect] = []
+        self._poll_s = None
         for held in self.attempts:
             if held.state is AttemptState.WAITING:
                 effects += self._start_or_give_up(held, now)
         return effects
+
+    def measured(self, in_engine: int) -> None:
+        """Sequences that run in the engine or wait there for a slot."""
+        self._in_engine = in_engine
+
+    def _slot_is_free(self) -> bool:
+        started = self.attempts.sequences(AttemptState.RUNNING)
+        return min(started, self._in_engine) < self._settings.slots
 
     def _start_or_give_up(self, held: Attempt, now: float) -> list[Effect]:
         ladders = [ladder for ladder in self._weights.of(held.policies) if ladder.hosted]
@@ -165,13 +201,20 @@ class Work:
                 return []
             if pinned is not None and (ladder.version != pinned or ladder.stage is Stage.SWAPPING):
                 return []
+        if not self._slot_is_free():
+            self._poll_s = now + self._settings.slot_poll_s
+            return []
+        self._in_engine += held.sequences
         held.state = AttemptState.RUNNING
         self._journal.note(held.name, "started")
         return [RunAttempt(offer=held.offer, queued_s=now - held.accepted_s)]
 
     def deadline(self) -> float | None:
         waiting = [held.accepted_s for held in self.attempts if held.state is AttemptState.WAITING]
-        return min(waiting) + self._settings.attempt_timeout_s if waiting else None
+        if not waiting:
+            return None
+        due_s = min(waiting) + self._settings.attempt_timeout_s
+        return due_s if self._poll_s is None else min(due_s, self._poll_s)
 
     # ---- progress and end ----------------------------------------------------------------------
 

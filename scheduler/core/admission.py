@@ -72,7 +72,8 @@ def admissible(ctx: Context, run: Run) -> int:
             return 0
     if run.spec.max_groups:
         wanted = min(wanted, run.spec.max_groups - run.submitted_groups)
-    return max(0, min(wanted, ctx.settings.max_queued_jobs - len(ctx.tables.jobs)))
+    own_jobs = len(ctx.tables.jobs) - ctx.external_open
+    return max(0, min(wanted, ctx.settings.max_queued_jobs - own_jobs))
 
 
 def _is_soon(ctx: Context, policy: Policy, hungry: list[Policy]) -> bool:

@@ -8,21 +8,13 @@ an agent makes its attempts stray, it does not revoke them; an older incarnation
 held attempt that the scheduler wants no more is named in the next reply.
 """
 
-from collections.abc import Iterable
-
-from scheduler.core import attempts, jobs
-from scheduler.core.context import (
-    CONNECTED,
-    AgentLive,
-    AgentState,
-    Context,
-    Lease,
-    known_code,
-)
+from scheduler.core import agent_states, attempts, jobs, quarantine, recall, waits
+from scheduler.core.context import CONNECTED, AgentLive, Context, Lease, known_code
 from scheduler.core.state import Agent
 from transport.messages import (
     PROTOCOL_VERSION,
     AgentInventory,
+    AgentLog,
     AttemptFailed,
     Goodbye,
     Heartbeat,
@@ -31,6 +23,7 @@ from transport.messages import (
     Hello,
     HelloRequired,
     HostedPolicies,
+    LeaseReplies,
     LeaseReply,
     LeaseRevoke,
     Message,
@@ -65,10 +58,15 @@ def message(ctx: Context, name: str, message: Message) -> None:
                 _heartbeat(ctx, agent, live, message)
         case LeaseReply():
             _lease_reply(ctx, live, message)
+        case LeaseReplies(replies=replies):
+            for reply in replies:
+                _lease_reply(ctx, live, reply)
         case AttemptFailed():
             _attempt_failed(ctx, agent, live, message)
         case VersionServing():
             _serving(ctx, agent, live, message)
+        case AgentLog():
+            waits.log_came(ctx, name, message)
         case Goodbye():
             _goodbye(ctx, agent, live, message)
         case _:
@@ -96,15 +94,18 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
     live.heard_s = ctx.now
     live.fits.clear()
     if reborn:
+        if known is not None and live.state != "gone":
+            quarantine.started(ctx, agent, live)
         live.declines = live.failures = 0
         live.blocked_until_s = 0.0
         live.tokens_generated = live.bytes_up = live.bytes_down = 0
+        live.drain = None
     ctx.note(name, "hello", incarnation=message.incarnation, slots=agent.slots)
-    _set_state(ctx, agent, live, "joining")
+    agent_states.set_state(ctx, agent, live, "joining")
     ctx.timers.cancel("forget", name)
-    ctx.timers.set("agent", name, ctx.now + _suspect_after_s(ctx, live))
-    _reconcile_hello(ctx, live, inventory.held, reborn)
-    _ready_if_serving(ctx, agent, live)
+    ctx.timers.set("agent", name, ctx.now + agent_states.suspect_after_s(ctx, live))
+    _reconcile_hello(ctx, agent, live, inventory.held, reborn)
+    agent_states.ready_if_serving(ctx, agent, live)
     welcome = Welcome(
         term=ctx.term,
         heartbeat_s=live.heartbeat_s,
@@ -112,6 +113,7 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
         policies=ctx.hosted,
     )
     ctx.send(name, welcome)
+    agent_states.remind_to_drain(ctx, agent, live)
 
 
 def tell_hosted(ctx: Context) -> None:
@@ -128,15 +130,15 @@ def liveness_due(ctx: Context, name: str) -> None:
         return
     agent = ctx.tables.agents[name]
     if live.state == "reconnecting":
-        _lose(ctx, agent, live, "not_back")
+        agent_states.lose(ctx, agent, live, "not_back")
         return
     lost_s = live.heard_s + ctx.lost_after_s(live.heartbeat_s)
-    suspect_s = live.heard_s + _suspect_after_s(ctx, live)
+    suspect_s = live.heard_s + agent_states.suspect_after_s(ctx, live)
     if ctx.now >= lost_s:
-        _lose(ctx, agent, live, "silent")
+        agent_states.lose(ctx, agent, live, "silent")
     elif ctx.now >= suspect_s:
         if live.state == "ready":
-            _set_state(ctx, agent, live, "suspect")
+            agent_states.set_state(ctx, agent, live, "suspect")
         ctx.timers.set("agent", name, lost_s)
     else:
         ctx.timers.set("agent", name, suspect_s)
@@ -152,7 +154,7 @@ def attempt_due(ctx: Context, attempt: str) -> None:
         return
     live = ctx.agents[lease.agent]
     jobs.withdraw(ctx, lease, "offer_timeout")
-    _block(ctx, live, ctx.settings.offer_timeout_s)
+    agent_states.block(ctx, live, ctx.settings.offer_timeout_s)
 
 
 def unblock_due(ctx: Context, name: str) -> None:
@@ -166,7 +168,10 @@ def forget_due(ctx: Context, name: str) -> None:
     live = ctx.agents.get(name)
     if live is None or live.state not in ("lost", "gone") or live.leases:
         return
-    ctx.tables.remove(ctx.tables.agents[name])
+    agent = ctx.tables.agents[name]
+    if agent.cordoned or agent.quarantined:
+        return  # it must not come back as somebody that nothing is known of
+    ctx.tables.remove(agent)
     del ctx.agents[name]
     ctx.note(name, "forgotten")
 
@@ -204,17 +209,19 @@ def _introduce(ctx: Context, name: str, incarnation: int, inventory: AgentInvent
         rewards=inventory.rewards,
         labels=dict(list(inventory.labels.items())[:MAX_LABELS]),
         versions={p: ref for p, ref in inventory.versions.items() if p in ctx.hosted},
-        groups_done=0 if before is None else before.groups_done,
-        attempts_failed=0 if before is None else before.attempts_failed,
+        price_usd_hour=max(0.0, inventory.price_usd_hour),
+        egress_usd_gb=max(0.0, inventory.egress_usd_gb),
     )
-    if before is not None and name in ctx.agents and ctx.agents[name].state == "ready":
-        ctx.ready_slots += agent.slots - before.slots
+    if before is not None:
+        agent.groups_done, agent.attempts_failed = before.groups_done, before.attempts_failed
+        agent.cordoned, agent.quarantined = before.cordoned, before.quarantined
+        agent.evidence = before.evidence
     ctx.tables.add(agent)
     return agent
 
 
 def _reconcile_hello(
-    ctx: Context, live: AgentLive, held: tuple[HeldAttempt, ...], reborn: bool
+    ctx: Context, agent: Agent, live: AgentLive, held: tuple[HeldAttempt, ...], reborn: bool
 ) -> None:
     """What it holds goes on; what it does not hold was never received, or is over."""
     listed = {entry.attempt: entry for entry in held}
@@ -223,7 +230,7 @@ def _reconcile_hello(
             continue  # ended with its job a moment ago
         entry = listed.get(lease.attempt)
         if entry is not None and entry.fence == lease.fence:
-            _still_held(ctx, lease, entry)
+            _still_held(ctx, agent, lease, entry)
         elif reborn:
             jobs.attempt_failed(ctx, lease, "agent.restarted")
         elif not lease.leased:
@@ -232,10 +239,17 @@ def _reconcile_hello(
             attempts.unlisted(ctx, lease)
 
 
-def _still_held(ctx: Context, lease: Lease, entry: HeldAttempt) -> bool:
-    """Renew a listed lease; false when it is given up for want of room."""
+def _still_held(ctx: Context, agent: Agent, lease: Lease, entry: HeldAttempt) -> bool:
+    """Renew a listed lease; false when it is given up for want of room. What a quarantined agent
+    holds, and what is overdue, goes on without being counted on."""
     if entry.spooled:
         attempts.spooled(ctx, lease)
+    elif entry.started:
+        attempts.started(ctx, lease)
+    else:
+        attempts.waits(ctx, lease)
+    if agent.quarantined or attempts.is_overdue(ctx, lease):
+        return True
     if attempts.is_stray(ctx, lease) and not attempts.revive(ctx, lease):
         job = ctx.tables.jobs[lease.job]
         record = next(record for record in job.attempts if record.id == lease.attempt)
@@ -250,7 +264,7 @@ def _heartbeat(ctx: Context, agent: Agent, live: AgentLive, message: Heartbeat) 
     listed: dict[str, None] = {}
     for entry in message.held:
         lease = attempts.find(ctx, entry.attempt, entry.fence, agent.name)
-        if lease is None or not _still_held(ctx, lease, entry):
+        if lease is None or not _still_held(ctx, agent, lease, entry):
             unknown.append(entry.attempt)
         else:
             listed[entry.attempt] = None
@@ -262,12 +276,16 @@ def _heartbeat(ctx: Context, agent: Agent, live: AgentLive, message: Heartbeat) 
     live.bytes_up, live.bytes_down = message.bytes_up, message.bytes_down
     if message.rtt_s is not None and 0.0 <= message.rtt_s < 3600.0:
         live.estimate.rtt_s.observe(message.rtt_s, ctx.now)
+    live.clock_offset_s = message.clock_offset_s
     _take_versions(ctx, agent, message.versions)
     if message.draining:
-        _set_state(ctx, agent, live, "draining")
+        live.drain = None
+        agent_states.set_state(ctx, agent, live, "draining")
+    elif live.drain is not None:
+        agent_states.remind_to_drain(ctx, agent, live)
     elif live.state in ("suspect", "draining"):
-        _set_state(ctx, agent, live, "joining")
-    _ready_if_serving(ctx, agent, live)
+        agent_states.set_state(ctx, agent, live, "joining")
+    agent_states.ready_if_serving(ctx, agent, live)
     reply = HeartbeatReply(sequence=message.sequence, sent_s=message.sent_s, unknown=tuple(unknown))
     if unknown:
         ctx.count("agents.held_unknown", len(unknown))
@@ -279,8 +297,12 @@ def _take_versions(ctx: Context, agent: Agent, versions: dict[str, VersionRef]) 
         return
     kept = {policy: ref for policy, ref in versions.items() if policy in ctx.hosted}
     if kept != agent.versions:
+        live = ctx.agents[agent.name]
+        for policy, ref in kept.items():
+            if agent.versions.get(policy) != ref:
+                live.served_s[policy] = ctx.now
         agent.versions = kept
-        ctx.agents[agent.name].fits.clear()
+        live.fits.clear()
         ctx.tables.touch(agent)
         ctx.dispatch_due = True
 
@@ -295,7 +317,7 @@ def _serving(ctx: Context, agent: Agent, live: AgentLive, message: VersionServin
         now=ctx.now,
     )
     ctx.note(agent.name, "serving", policy=message.policy, version=message.version)
-    _ready_if_serving(ctx, agent, live)
+    agent_states.ready_if_serving(ctx, agent, live)
 
 
 def _lease_reply(ctx: Context, live: AgentLive, message: LeaseReply) -> None:
@@ -311,8 +333,12 @@ def _lease_reply(ctx: Context, live: AgentLive, message: LeaseReply) -> None:
         live.declines = 0
         if not attempts.is_stray(ctx, lease):
             attempts.renew(ctx, lease)
+        recall.answered(ctx, lease, begun=True)
         return
     reason = known_code(message.reason)
+    if reason == "recalled" and recall.answered(ctx, lease, begun=False):
+        jobs.declined(ctx, lease, reason)
+        return
     ctx.count(f"attempts.declined.{reason}")
     evaluation = ctx.tables.jobs[lease.job].evaluation
     if reason == "version_passed" and evaluation:
@@ -320,7 +346,7 @@ def _lease_reply(ctx: Context, live: AgentLive, message: LeaseReply) -> None:
     else:
         live.declines += 1
         delay_s = live.heartbeat_s * 2 ** min(live.declines - 1, 10)
-        _block(ctx, live, min(delay_s, ctx.settings.retry_backoff_max_s))
+        agent_states.block(ctx, live, min(delay_s, ctx.settings.retry_backoff_max_s))
     jobs.declined(ctx, lease, reason)
 
 
@@ -334,59 +360,13 @@ def _attempt_failed(ctx: Context, agent: Agent, live: AgentLive, message: Attemp
     ctx.tables.touch(agent)
     live.failures += 1
     if live.failures >= jobs.FAILURE_STREAK:
-        _block(ctx, live, jobs.backoff_s(ctx, live.failures))
+        agent_states.block(ctx, live, jobs.backoff_s(ctx, live.failures))
     jobs.attempt_failed(ctx, lease, code, message.detail)
+    quarantine.failed(ctx, agent.name, code, f"{lease.attempt}: {message.detail[:200]}")
 
 
 def _goodbye(ctx: Context, agent: Agent, live: AgentLive, message: Goodbye) -> None:
     agent.gone = True
     ctx.tables.touch(agent)
     ctx.note(agent.name, "goodbye", reason=message.reason[:100])
-    _leave(ctx, agent, live, "gone", "goodbye")
-
-
-def _lose(ctx: Context, agent: Agent, live: AgentLive, reason: str) -> None:
-    ctx.count(f"agents.lost.{reason}")
-    _leave(ctx, agent, live, "lost", reason)
-
-
-def _leave(ctx: Context, agent: Agent, live: AgentLive, state: AgentState, reason: str) -> None:
-    _set_state(ctx, agent, live, state)
-    ctx.timers.cancel("agent", agent.name)
-    ctx.timers.set("forget", agent.name, ctx.now + ctx.settings.forget_agent_s)
-    _lose_all(ctx, live.leases.values(), f"agent_{reason}")
-
-
-def _lose_all(ctx: Context, leases: Iterable[Lease], reason: str) -> None:
-    for lease in tuple(leases):
-        if lease.attempt in ctx.leases and not attempts.is_stray(ctx, lease):
-            jobs.lost(ctx, lease, reason)
-
-
-def _ready_if_serving(ctx: Context, agent: Agent, live: AgentLive) -> None:
-    if live.state == "joining" and agent.versions:
-        _set_state(ctx, agent, live, "ready")
-
-
-def _set_state(ctx: Context, agent: Agent, live: AgentLive, state: AgentState) -> None:
-    if live.state != state:
-        for changed, sign in ((live.state, -1), (state, 1)):
-            if changed == "ready":
-                ctx.ready_slots += sign * agent.slots
-                ctx.ready_agents += sign
-        live.state = state
-        ctx.note(agent.name, state)
-    ctx.refresh_open(agent, live)
-
-
-def _suspect_after_s(ctx: Context, live: AgentLive) -> float:
-    return live.heartbeat_s * ctx.settings.suspect_after_missed
-
-
-def _block(ctx: Context, live: AgentLive, delay_s: float) -> None:
-    """No offers for a while."""
-    until_s = ctx.now + delay_s
-    if until_s > live.blocked_until_s:
-        live.blocked_until_s = until_s
-        ctx.timers.set("unblock", live.name, until_s)
-        ctx.refresh_open(ctx.tables.agents[live.name], live)
+    agent_states.leave(ctx, agent, live, "gone", "goodbye")

@@ -6,17 +6,24 @@
 What always holds: an attempt has one ``Lease`` and is in ``Job.attempts``, or it is over; the
 ``load`` of an agent is the sequences of its counted leases, which a stray or spooled one is not; a
 job with an attempt that is not stray is in flight, one without is queued (now or after its
-back-off); losing an agent never revokes. A fence is (term, counter) and never given twice.
+back-off); losing an agent never revokes. A fence is (term, counter) and never given twice. The
+tokens that an attempt is expected to take are taken from its run's bucket when it is offered and
+given back when its agent does not take it.
 """
 
+from scheduler.core import backlog, candidates, prefetch
 from scheduler.core.accounting import move
 from scheduler.core.context import AgentLive, Context, Lease
 from scheduler.core.placement import Choice
 from scheduler.core.state import Attempt, Job
 from transport.ids import Fence, attempt_id
-from transport.messages import LeaseRevoke
+from transport.messages import AttemptRecord, LeaseRevoke
 
 MAX_ATTEMPTS_LIVE = 4
+MAX_HISTORY = 16
+MAX_DETAIL = 200
+NOT_TAKEN = ("declined", "recalled")
+"""Ends of attempts that never began: nothing was spent."""
 
 
 def find(ctx: Context, attempt: str, fence: Fence, agent: str) -> Lease | None:
@@ -36,12 +43,14 @@ def start(ctx: Context, job: Job, choice: Choice, pinned: dict[str, int]) -> Lea
         id=attempt_id(job.id, job.attempts_made),
         fence=ctx.next_fence(),
         agent=choice.agent,
+        offered_s=ctx.now,
     )
     job.attempts.append(record)
     ctx.tables.touch(job)
     lease = track(ctx, job, record, pinned)
     live = ctx.agents[choice.agent]
     live.offered_s = ctx.now
+    ctx.runs[job.run].bucket.take(lease.tokens)
     ctx.timers.set("attempt", record.id, ctx.now + ctx.settings.offer_timeout_s)
     ctx.count("attempts.offered")
     ctx.note(record.id, "offered", agent=choice.agent, why=choice.reason, score=choice.score)
@@ -58,11 +67,17 @@ def track(ctx: Context, job: Job, record: Attempt, pinned: dict[str, int]) -> Le
         fence=record.fence,
         sequences=job.sequences,
         pinned=pinned,
-        offered_s=ctx.now,
+        offered_s=record.offered_s,
         counted=not record.stray,
     )
     ctx.leases[record.id] = lease
     live = ctx.agents[record.agent]
+    estimate = candidates.estimate_of(ctx, job)
+    prior_s = ctx.hardware.token_s(ctx.tables.agents[record.agent].hardware)
+    token_s = live.estimate.token_time_s(candidates.kind_of(job), prior_s, ctx.now)
+    lease.mean_s = estimate.tokens_mean * token_s
+    lease.longest_s = estimate.tokens_longest * token_s
+    lease.tokens = estimate.tokens_mean * job.sequences
     live.leases[record.id] = lease
     if lease.counted:
         _change_load(ctx, live, lease.sequences)
@@ -74,9 +89,77 @@ def renew(ctx: Context, lease: Lease) -> None:
     if not lease.leased:
         lease.leased = True
         lease.accepted_s = ctx.now
+        if lease.counted and lease.started_s is None:
+            recallable(ctx, ctx.agents[lease.agent], lease, is_so=True)
         ctx.note(lease.attempt, "leased")
     lease.unlisted = False
-    ctx.timers.set("attempt", lease.attempt, ctx.now + ctx.settings.lease_s)
+    overdue_s = lease.offered_s + ctx.settings.attempt_max_s
+    ctx.timers.set("attempt", lease.attempt, min(ctx.now + ctx.settings.lease_s, overdue_s))
+
+
+def is_overdue(ctx: Context, lease: Lease) -> bool:
+    """Whether its agent has held it for so long that it is not counted on, however alive."""
+    return ctx.now >= lease.offered_s + ctx.settings.attempt_max_s
+
+
+def started(ctx: Context, lease: Lease) -> None:
+    """Its agent says that it runs."""
+    live = ctx.agents[lease.agent]
+    live.says_started = True
+    ctx.recalls.pop(lease.attempt, None)
+    if lease.started_s is None:
+        begin_s = lease.begin_s
+        # The news is up to a heartbeat old: the begin that was predicted is nearer, if it fits.
+        fits = begin_s is not None and ctx.now - live.heartbeat_s <= begin_s <= ctx.now
+        lease.started_s = begin_s if fits else ctx.now
+        versions = ctx.tables.agents[lease.agent].versions
+        lease.newest = {policy: ref.version for policy, ref in versions.items()}
+        for policy in tuple(lease.deadlines):
+            lag = ctx.policies[policy].tree.lag(lease.newest.get(policy, -1))
+            if lag is not None:
+                expect_use(ctx, lease, policy, lag)
+        backlog.changed(live)
+        recallable(ctx, live, lease, is_so=False)
+        ctx.note(lease.attempt, "running")
+
+
+def expect_use(ctx: Context, lease: Lease, policy: str, lag: int) -> None:
+    """Count the attempt among those that a policy can use until so many steps from now, because it
+    begins that far behind the head."""
+    live = ctx.policies[policy]
+    bound = ctx.tables.runs[ctx.tables.policies[policy].run].spec
+    last = live.tree.head_step + bound.policies[ctx.tables.policies[policy].name].max_policy_lag
+    _forget_use(ctx, lease, policy)
+    lease.deadlines[policy] = last - lag
+    live.flying_by_deadline[last - lag] = live.flying_by_deadline.get(last - lag, 0) + 1
+
+
+def _forget_use(ctx: Context, lease: Lease, policy: str) -> None:
+    at = lease.deadlines.pop(policy, None)
+    if at is not None:
+        counts = ctx.policies[policy].flying_by_deadline
+        counts[at] -= 1
+        if not counts[at]:
+            del counts[at]
+
+
+def waits(ctx: Context, lease: Lease) -> None:
+    """Its agent says that it waits for a slot or for weights."""
+    live = ctx.agents[lease.agent]
+    if live.says_started and lease.begin_s is not None and lease.begin_s <= ctx.now:
+        lease.begin_s = None
+        backlog.changed(live)
+    if lease.leased and lease.counted and lease.started_s is None and lease.recall_s is None:
+        recallable(ctx, live, lease, is_so=True)
+
+
+def recallable(ctx: Context, live: AgentLive, lease: Lease, is_so: bool) -> None:
+    """Keep which attempts could be taken back, and which agents have some."""
+    if is_so:
+        live.waiting[lease.attempt] = None
+    elif live.waiting.pop(lease.attempt, lease) is lease:
+        return
+    ctx.backed_up.put(live.name, bool(live.waiting))
 
 
 def spooled(ctx: Context, lease: Lease) -> None:
@@ -118,8 +201,8 @@ def revive(ctx: Context, lease: Lease) -> bool:
     record = _record(job, lease)
     live = ctx.agents[lease.agent]
     if not lease.spooled:
-        slots = ctx.tables.agents[lease.agent].slots
-        if not has_room(ctx, slots, live.load, lease.sequences):
+        agent = ctx.tables.agents[lease.agent]
+        if not prefetch.has_room(ctx, agent, live, lease.sequences):
             return False
         lease.counted = True
         _change_load(ctx, live, lease.sequences)
@@ -140,7 +223,23 @@ def end(ctx: Context, job: Job, record: Attempt, what: str, **facts: object) -> 
     _uncount(ctx, lease)
     live = ctx.agents[lease.agent]
     del live.leases[record.id]
+    ctx.recalls.pop(record.id, None)
+    for policy in tuple(lease.deadlines):
+        _forget_use(ctx, lease, policy)
+    if what in NOT_TAKEN:
+        ctx.runs[job.run].bucket.take(-lease.tokens)
     job.attempts.remove(record)
+    ended = AttemptRecord(
+        attempt=record.id,
+        agent=record.agent,
+        offered_s=lease.offered_s,
+        ended_s=ctx.now,
+        outcome="lost" if record.stray and what != "result" else what,
+        detail=": ".join(str(facts[k]) for k in ("reason", "code", "detail") if facts.get(k))[
+            :MAX_DETAIL
+        ],
+    )
+    job.history = [*job.history, ended][-MAX_HISTORY:]
     ctx.timers.cancel("attempt", record.id)
     ctx.tables.touch(job)
     ctx.note(record.id, what, **facts)
@@ -174,7 +273,8 @@ def settle(ctx: Context, job: Job, retry_s: float = 0.0) -> None:
         queue.discard(job.id)
         ctx.timers.set("job", job.id, ctx.now + retry_s)
     elif ctx.timers.due("job", job.id) is None:
-        queue.add(job.id, job.index)
+        family = job.items[0].family if job.items else ""
+        queue.add(job.id, job.index, job.priority, family)
         ctx.dispatch_due = True
     state = "in_flight" if active else "queued"
     if job.state == state:
@@ -197,18 +297,19 @@ def leave_queue(ctx: Context, job: Job) -> None:
     ctx.tables.touch(job)
 
 
-def has_room(ctx: Context, slots: int, load: int, sequences: int) -> bool:
-    """Whether an agent takes a job: up to its slots and the prefetch, and an idle one always (a
-    group larger than the agent runs in waves)."""
-    return load == 0 or load + sequences <= slots + ctx.settings.prefetch_groups * sequences
-
-
 def count_in_flight(ctx: Context, job: Job, sequences: int) -> None:
-    """Keep the sequences in flight of the job's run or evaluation."""
+    """Keep the sequences in flight of the job's run or evaluation, and which training jobs are."""
+    live = ctx.runs[job.run]
     if job.evaluation:
         ctx.evaluations[job.evaluation].in_flight += sequences
+    elif job.external is not None:
+        live.external_in_flight += sequences
     else:
-        ctx.runs[job.run].in_flight += sequences
+        live.in_flight += sequences
+        if sequences > 0:
+            live.flying[job.id] = None
+        else:
+            live.flying.pop(job.id, None)
 
 
 def _record(job: Job, lease: Lease) -> Attempt:
@@ -218,6 +319,7 @@ def _record(job: Job, lease: Lease) -> Attempt:
 def _uncount(ctx: Context, lease: Lease) -> None:
     if lease.counted:
         lease.counted = False
+        recallable(ctx, ctx.agents[lease.agent], lease, is_so=False)
         _change_load(ctx, ctx.agents[lease.agent], -lease.sequences)
         ctx.dispatch_due = True
 

@@ -3,7 +3,7 @@
 A group's deadline is the last head step at which it may still be trained on. What always holds: a
 group is in the buffer once or not at all; ``take`` gives groups in the order of (deadline, index,
 job) and none whose deadline has passed; a deadline is looked at again before a group is given up,
-because a version's place in the tree may have become known since.
+because a version's place in the tree may have become known since; ``by_deadline`` counts its groups.
 """
 
 import heapq
@@ -20,6 +20,7 @@ class Buffer:
         self.deadline_of = deadline_of
         self._entries: dict[str, Entry] = {}
         self._heap: list[Entry] = []
+        self.by_deadline: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -32,11 +33,14 @@ class Buffer:
 
     def add(self, job: str, index: int, deadline: int) -> None:
         entry = (deadline, index, job)
+        if job in self._entries:
+            self._uncount(self._entries[job])
         self._entries[job] = entry
+        self.by_deadline[deadline] = self.by_deadline.get(deadline, 0) + 1
         heapq.heappush(self._heap, entry)
 
     def remove(self, job: str) -> None:
-        del self._entries[job]
+        self._uncount(self._entries.pop(job))
         if len(self._heap) > 64 and len(self._heap) > 4 * len(self._entries):
             self._heap = sorted(self._entries.values())
 
@@ -66,7 +70,14 @@ class Buffer:
         jobs = list(self._entries)
         self._entries.clear()
         self._heap.clear()
+        self.by_deadline.clear()
         return jobs
+
+    def _uncount(self, entry: Entry) -> None:
+        deadline = entry[0]
+        self.by_deadline[deadline] -= 1
+        if not self.by_deadline[deadline]:
+            del self.by_deadline[deadline]
 
     def _settle_top(self) -> bool:
         """Drop what was removed or re-added from the top; false when nothing is left."""

@@ -12,7 +12,7 @@ before its last rollback is ignored (``Policy.floor``).
 
 import msgspec
 
-from scheduler.core import jobs
+from scheduler.core import jobs, quarantine
 from scheduler.core.accounting import account, move
 from scheduler.core.admission import spec_of
 from scheduler.core.context import Context, PolicyLive
@@ -95,7 +95,27 @@ def replace_all(ctx: Context, policy: Policy) -> None:
         live.unplaced[id] = ctx.now
     for id in tuple(live.unplaced):
         place(ctx, policy, ctx.tables.jobs[id])
+    _stop_overtaken(ctx, policy, live)
     ctx.due_policies[policy.id] = None
+
+
+def _stop_overtaken(ctx: Context, policy: Policy, live: PolicyLive) -> None:
+    """End copies of groups in flight whose first tokens are too old already: nothing that they may
+    still become could be trained on, and they hold slots and quota."""
+    bound = spec_of(ctx, policy).max_policy_lag
+    for id in tuple(ctx.runs[policy.run].flying):
+        job = ctx.tables.jobs[id]
+        copy = job.copies.get(policy.id)
+        if copy is None or copy.state != "in_flight":
+            continue
+        for record in job.attempts:
+            version = ctx.leases[record.id].newest.get(policy.id)
+            lag = None if version is None else live.tree.lag(version)
+            if lag is None or lag <= bound:
+                break
+        else:
+            ctx.note(id, "overtaken", policy=policy.id, head=policy.head)
+            jobs.close_copy(ctx, job, policy.id, "expired", "overtaken")
 
 
 def give_up_unplaced(ctx: Context, policy: Policy) -> None:
@@ -133,6 +153,8 @@ def unusable(ctx: Context, policy: Policy, message: GroupUnusable, code: str) ->
         ctx.count("trainers.stale_refusal")
         return
     groups = len(live.taken[message.step])
+    if job.result is not None:
+        quarantine.body_refused(ctx, job.result.agent, job.result.attempt, code)
     jobs.close_copy(ctx, job, policy.id, "rejected", code)
     if message.step == policy.step + 1 and policy.request is None:
         policy.request = StandingRequest(message.step, groups)
@@ -347,6 +369,10 @@ def _with_size(status: StepStatus, node: Version) -> StepStatus:
 
 
 def _open_pins(ctx: Context, policy: str) -> list[int]:
-    """Versions of a policy that open evaluations are pinned to."""
+    """Versions of a policy that open evaluations and external jobs are pinned to."""
     pins = [ctx.tables.evaluations[id].pinned for id in ctx.evaluations]
-    return [pinned[policy] for pinned in pins if policy in pinned]
+    external = ctx.runs[ctx.tables.policies[policy].run].pins
+    return [
+        *(pinned[policy] for pinned in pins if policy in pinned),
+        *(version for pinned, version in external if pinned == policy),
+    ]

@@ -7,21 +7,29 @@ The modules beside this one are functions over a ``Context``: each event changes
 policies, runs and placement as due; ``machine`` then settles what is due in a fixed order.
 """
 
-import heapq
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from scheduler.core.buffers import Buffer
+from scheduler.core.asking import Conduct, SubmitterLive, Waiting
 from scheduler.core.effects import Effect, Send
-from scheduler.core.estimators import AgentEstimate, Ewma, HardwarePriors, RunEstimate
+from scheduler.core.estimators import (
+    AgentEstimate,
+    ArrivalRate,
+    Ewma,
+    HardwarePriors,
+    RunEstimate,
+)
 from scheduler.core.placement import make_rule
+from scheduler.core.queues import NamedPool, ReadyQueue, TokenBucket
 from scheduler.core.settings import CoreSettings
-from scheduler.core.state import Account, Agent, Counters, Policy, Run, Tables
+from scheduler.core.state import Account, Agent, Counters, Policy, Run
+from scheduler.core.tables import Tables
 from scheduler.core.timers import Timers
 from scheduler.core.versions import VersionTree
 from transport.ids import Fence
-from transport.messages import Item, Message, RewardSpec
+from transport.messages import DrainOrder, Item, Message, RewardSpec
 
 if TYPE_CHECKING:
     import random
@@ -34,7 +42,14 @@ CONNECTED: frozenset[str] = frozenset({"joining", "ready", "suspect", "draining"
 @dataclass(slots=True)
 class Lease:
     """The clock side of an attempt. ``leased`` after the agent accepted; ``counted`` while it
-    occupies slots; ``pinned`` as offered; ``unlisted`` once a sign of life left it out."""
+    occupies slots; ``pinned`` as offered; ``unlisted`` once a sign of life left it out.
+
+    ``mean_s`` and ``longest_s`` are what a sequence and the longest one were expected to take when
+    it was placed, ``tokens`` what all were expected to have, ``hedge`` how many of those were taken
+    from the budget for second attempts. ``started_s`` is when its agent first said that it runs,
+    ``newest`` the versions of which its oldest tokens can be at most, ``deadlines`` the last head
+    steps at which policies can use it, as predicted,
+    ``begin_s`` when it probably began or will; ``recall_s`` when it was asked back last."""
 
     attempt: str
     job: str
@@ -48,14 +63,29 @@ class Lease:
     spooled: bool = False
     counted: bool = True
     unlisted: bool = False
+    mean_s: float = 0.0
+    longest_s: float = 0.0
+    tokens: float = 0.0
+    hedge: float = 0.0
+    started_s: float | None = None
+    newest: dict[str, int] = field(default_factory=dict)
+    deadlines: dict[str, int] = field(default_factory=dict)
+    begin_s: float | None = None
+    recall_s: float | None = None
 
 
 @dataclass(slots=True)
 class AgentLive:
     """What this life knows of an agent. ``load`` is sequences of its counted leases,
     ``most_slots`` the most that it ever said it has, ``inherited`` the load that the rows of the
-    last life gave it (what is spooled is not in the rows), ``fits`` whether it can do the work of
-    a run at all."""
+    last life gave it (what is spooled is not in the rows), ``fits`` why it cannot do the work of a
+    run at all (empty: it can). ``counted_slots`` are those in ``Context.ready_slots``, ``drain`` an order that it
+    has not said to follow yet, ``conduct`` what may lead to its quarantine. ``frees`` are times and
+    numbers of slots that become free then (None: to be worked out, see ``backlog``), ``waiting``
+    the attempts that it accepted and has not begun, as far as known, ``prefetch``
+    the sequences beyond its slots that keep it from idling, ``most_prefetch`` the most that ever
+    was, ``served_s`` since when it has its version of a policy, ``says_started`` once it told that
+    an attempt had started."""
 
     name: str
     state: AgentState
@@ -68,13 +98,23 @@ class AgentLive:
     blocked_until_s: float = 0.0
     declines: int = 0
     failures: int = 0
+    counted_slots: int = 0
+    drain: DrainOrder | None = None
+    conduct: Conduct = field(default_factory=Conduct)
+    clock_offset_s: float | None = None
     offered_s: float | None = None
-    fits: dict[str, bool] = field(default_factory=dict)
+    fits: dict[str, str] = field(default_factory=dict)
     running_sequences: int = 0
     tokens_generated: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
     estimate: AgentEstimate = field(default_factory=AgentEstimate)
+    frees: list[tuple[float, int]] | None = None
+    waiting: dict[str, None] = field(default_factory=dict)
+    prefetch: int = 0
+    most_prefetch: int = 0
+    served_s: dict[str, float] = field(default_factory=dict)
+    says_started: bool = False
 
 
 @dataclass(slots=True)
@@ -82,7 +122,9 @@ class PolicyLive:
     """Indexes of a policy, and when its trainer was last heard. ``gone`` once it has been silent
     for ``work_grace_s``; ``taken`` are jobs by the step that took them; ``granted_s`` is when the
     last batch went out. ``unplaced`` are buffered jobs, and since when, whose oldest version has
-    no place in the tree yet."""
+    no place in the tree yet. ``arrivals`` is how often groups come back, ``stored_s`` when the
+    newest version was there to be fetched, ``flying_by_deadline`` counts attempts by the last head
+    step at which they should be usable."""
 
     tree: VersionTree
     buffer: Buffer
@@ -94,22 +136,36 @@ class PolicyLive:
     unplaced: dict[str, float] = field(default_factory=dict)
     granted_s: float = 0.0
     starved_since_s: float | None = None
+    arrivals: ArrivalRate = field(default_factory=ArrivalRate)
+    flying_by_deadline: dict[int, int] = field(default_factory=dict)
+    stored_s: float = 0.0
 
 
 @dataclass(slots=True)
 class RunLive:
     """Indexes of a run: the policies of its workflow by name there, those of them that are
     trained, its training jobs, items fetched ahead (the first has index ``run.cursor``), how far
-    items were asked for, sequences in flight."""
+    items were asked for, sequences in flight; jobs of submitters (``external``) and how many of
+    them are pinned to a (policy, version). ``in_flight`` is of training, ``external_in_flight`` of
+    submitters' jobs; ``flying`` are the training jobs in flight, ``families`` estimates by task
+    family, ``bucket`` the tokens that may be spent now, ``fingerprint`` that of the workflow's code
+    on the agents that work for the run."""
 
     policies: dict[str, str]
     trained: tuple[Policy, ...]
     reward: RewardSpec
     estimate: RunEstimate
     jobs: dict[str, None] = field(default_factory=dict)
+    external: dict[str, None] = field(default_factory=dict)
+    pins: dict[tuple[str, int], int] = field(default_factory=dict)
     reserve: deque[Item] = field(default_factory=deque)
     asked_until: int = 0
     in_flight: int = 0
+    external_in_flight: int = 0
+    flying: dict[str, None] = field(default_factory=dict)
+    families: dict[str, RunEstimate] = field(default_factory=dict)
+    bucket: TokenBucket = field(default_factory=TokenBucket)
+    fingerprint: str = ""
     source_started: bool = False
 
 
@@ -122,63 +178,6 @@ class EvaluationLive:
     declined: dict[str, None] = field(default_factory=dict)
     asked_until: int = 0
     in_flight: int = 0
-
-
-class ReadyQueue:
-    """Jobs of one run or evaluation that wait for an agent, lowest index first."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, None] = {}
-        self._heap: list[tuple[int, str]] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, job: str) -> bool:
-        return job in self._waiting
-
-    def add(self, job: str, index: int) -> None:
-        if job not in self._waiting:
-            self._waiting[job] = None
-            heapq.heappush(self._heap, (index, job))
-
-    def discard(self, job: str) -> None:
-        self._waiting.pop(job, None)
-
-    def first(self) -> str | None:
-        while self._heap and self._heap[0][1] not in self._waiting:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
-
-
-class OpenAgents:
-    """Agents that may have room, in a list that is cut from anywhere in O(1)."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._place: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._place
-
-    def put(self, name: str, is_open: bool) -> bool:
-        """Add or remove; whether that changed anything."""
-        place = self._place.get(name)
-        if is_open == (place is not None):
-            return False
-        if place is None:
-            self._place[name] = len(self.names)
-            self.names.append(name)
-            return True
-        last = self.names.pop()
-        if last != name:
-            self.names[place] = last
-            self._place[last] = place
-        del self._place[name]
-        return True
 
 
 class Context:
@@ -212,8 +211,18 @@ class Context:
         self.leases: dict[str, Lease] = {}
         self.bodies: dict[str, str] = {}
         self.books: dict[tuple[str, str], Account] = {}
+        self.submitters: dict[str, SubmitterLive] = {}
+        self.concluded: dict[str, str] = {}
+        self.external_open = 0
+        self.dead_bytes = 0
+        self.waiting: dict[int, Waiting] = {}
+        self.waited = 0
+        self.listeners: dict[int, None] = {}
+        self.new_results: dict[str, None] = {}
         self.queues: dict[str, ReadyQueue] = {}
-        self.open_agents = OpenAgents()
+        self.open_agents = NamedPool()
+        self.backed_up = NamedPool()
+        self.recalls: dict[str, float] = {}
         self.hosted: tuple[str, ...] = ()
         self.largest_group = 1
         self.ready_slots = 0
@@ -227,6 +236,7 @@ class Context:
         self.entries: deque[tuple[float, str, str, tuple[tuple[str, object], ...]]] = deque(
             maxlen=settings.story_length
         )
+        self.entries_made = 0
         self._counters = Counters(values={})
         self._stored_counters: Counters | None = None
 
@@ -250,7 +260,8 @@ class Context:
         return dict(sorted(self._counters_row().values.items()))
 
     def note(self, subject: str, what: str, **facts: object) -> None:
-        """Remember a transition for ``story``."""
+        """Remember a transition for ``story`` and ``Events``."""
+        self.entries_made += 1
         self.entries.append((self.now, subject, what, tuple(facts.items())))
 
     def story(self, id: str) -> list[str]:
@@ -299,10 +310,14 @@ class Context:
     def refresh_open(self, agent: Agent, live: AgentLive) -> None:
         """Bring ``open_agents`` up to date after a change of state, block or load."""
         live.most_slots = max(live.most_slots, agent.slots)
+        live.frees = None
         prefetch = self.settings.prefetch_groups
-        room = agent.slots + max(0, prefetch - 1) * self.largest_group - live.load
+        ahead = max(max(0, prefetch - 1) * self.largest_group, live.prefetch)
+        room = agent.slots + ahead - live.load
         is_open = (
             live.state == "ready"
+            and not agent.cordoned
+            and not agent.quarantined
             and live.blocked_until_s <= self.now
             and (room > 0 or (room == 0 and prefetch > 0) or live.load == 0)
         )

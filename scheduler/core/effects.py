@@ -12,10 +12,13 @@ from transport.status import EvaluationStatus, StepStatus
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a control message to a named peer; whether it is connected is not the core's matter."""
+    """Send a control message to a named peer; whether it is connected is not the core's matter.
+    Into an offer with a ``prompt`` the shell puts the items that are stored under that key: those
+    in the message only stand for them."""
 
     peer: str
     message: Message
+    prompt: str = ""
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -4,21 +4,36 @@
                                                else:   v += (1 - exp(-dt / tau)) (x - v)
 
 bad news counts at once, good news only with time (after Finagle's peak EWMA, which jumps to the
-peak; we go half of the way because one group is a noisy sample). ``tau`` is ten group times, at
-least ``MIN_TAU_S``: with Finagle's 10 s everything would be forgotten between two groups.
+peak; we go part of the way because one group is a noisy sample). ``tau`` is ten group times, at
+least ``MIN_TAU_S``: with Finagle's 10 s everything would be forgotten between two groups. A bad
+estimate that nothing confirms is forgotten in favour of the prior (``RECOVER_S``), so that an agent
+that looked too slow to be used is tried again.
+
+What always holds: every table is bounded; an estimate that has seen nothing is its prior.
 """
 
 import math
+from collections import deque
 
-PEAK_GAIN = 0.5
+PEAK_GAIN = 0.3
 MIN_TAU_S = 30.0
+RECOVER_S = 600.0
+"""How long a bad estimate without news keeps 1/e of its distance to the prior."""
 EWMA_GAIN = 0.1
+LENGTH_GAIN = 0.02
+"""Lengths scatter as much as their mean: an average of about fifty groups is wanted."""
+MAX_SEEN = 1_000_000
 PRIOR_TOKEN_S = 1 / 50
 """Seconds per token of one sequence before anything is known of a kind of hardware."""
 PRIOR_LINK_BYTES_S = 12.5e6
 """100 Mbit/s."""
 PRIOR_RTT_S = 0.1
 PRIOR_BYTES_PER_TOKEN = 8.0
+MAX_KINDS = 64
+"""Kinds of work (run and task family) that are told apart, per agent and per run."""
+ARRIVALS = 256
+MIN_ARRIVALS = 16
+MIN_WINDOW_S = 1.0
 
 
 class PeakEwma:
@@ -40,36 +55,77 @@ class PeakEwma:
             self.value += max(weight, 0.02) * (sample - self.value)
         self._at_s = now
 
+    def recovered(self, prior: float, now: float) -> float:
+        """The value, nearer to a better ``prior`` the longer nothing was observed."""
+        value = self.value
+        if value is None:
+            return prior
+        age_s = now - self._at_s
+        if value <= prior or age_s < RECOVER_S / 10.0:
+            return value
+        return prior + (value - prior) * math.exp(-age_s / RECOVER_S)
+
 
 class Ewma:
-    """An exponentially weighted mean with a constant gain; None until observed."""
+    """A mean that forgets: plain over the first 1 / gain samples, then exponentially weighted; None
+    until observed."""
 
-    __slots__ = ("value",)
+    __slots__ = ("_gain", "_seen", "value")
 
-    def __init__(self) -> None:
+    def __init__(self, gain: float = EWMA_GAIN) -> None:
         self.value: float | None = None
+        self._gain = gain
+        self._seen = 0
 
     def observe(self, sample: float) -> None:
-        self.value = (
-            sample if self.value is None else self.value + EWMA_GAIN * (sample - self.value)
-        )
+        self._seen = min(self._seen + 1, MAX_SEEN)
+        before = 0.0 if self.value is None else self.value
+        self.value = before + max(self._gain, 1.0 / self._seen) * (sample - before)
+
+
+class ArrivalRate:
+    """How often something happens, from the last ``ARRIVALS`` times; it falls by itself when
+    nothing comes any more."""
+
+    __slots__ = ("_times",)
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=ARRIVALS)
+
+    def observe(self, now: float) -> None:
+        self._times.append(now)
+
+    def per_s(self, now: float) -> float | None:
+        """None while too little has come to say."""
+        count = len(self._times)
+        if count < MIN_ARRIVALS:
+            return None
+        return (count - 1) / max(now - self._times[0], MIN_WINDOW_S)
 
 
 class AgentEstimate:
-    """One agent: seconds per token of a sequence, seconds per byte upwards and downwards, pause
-    of a weight swap, round trip."""
+    """One agent: seconds per token of a sequence, of any work and of each kind of it, seconds per
+    byte upwards and downwards, pause of a weight swap, round trip, and slot time of a sequence."""
 
-    __slots__ = ("down_byte_s", "pause_s", "rtt_s", "token_s", "up_byte_s")
+    __slots__ = ("by_kind", "down_byte_s", "pause_s", "rtt_s", "sequence_s", "token_s", "up_byte_s")
 
     def __init__(self) -> None:
         self.token_s = PeakEwma()
+        self.by_kind: dict[str, PeakEwma] = {}
         self.up_byte_s = PeakEwma()
         self.down_byte_s = PeakEwma()
         self.pause_s = PeakEwma()
         self.rtt_s = PeakEwma()
+        self.sequence_s = Ewma()
 
     def group_done(
-        self, *, lengths: tuple[int, ...], slots: int, generating_s: float, now: float
+        self,
+        *,
+        lengths: tuple[int, ...],
+        slots: int,
+        generating_s: float,
+        now: float,
+        kind: str = "",
     ) -> float | None:
         """Learn from a group; returns the sample, seconds per token of one sequence.
 
@@ -80,8 +136,21 @@ class AgentEstimate:
         if tokens <= 0 or generating_s <= 0.0:
             return None
         sample = generating_s / tokens
-        self.token_s.observe(sample, now, max(MIN_TAU_S, 10.0 * generating_s))
+        tau_s = max(MIN_TAU_S, 10.0 * generating_s)
+        self.token_s.observe(sample, now, tau_s)
+        if kind:
+            known = self.by_kind.pop(kind, None) or PeakEwma()
+            self.by_kind[kind] = known  # the one that was used longest ago goes first
+            if len(self.by_kind) > MAX_KINDS:
+                del self.by_kind[next(iter(self.by_kind))]
+            known.observe(sample, now, tau_s)
+        self.sequence_s.observe(sample * sum(lengths) / len(lengths))
         return sample
+
+    def token_time_s(self, kind: str, prior: float, now: float) -> float:
+        """Seconds per token that a sequence of this kind of work will take."""
+        known = self.by_kind.get(kind)
+        return (self.token_s if known is None else known).recovered(prior, now)
 
     def uploaded(self, *, size_bytes: int, upload_s: float, now: float) -> None:
         if size_bytes > 0:
@@ -94,20 +163,24 @@ class AgentEstimate:
 
 
 class RunEstimate:
-    """One run's groups: tokens per sequence, tokens of the longest sibling, body size."""
+    """A run's groups: tokens per sequence, tokens of the longest sibling on average and typically
+    (the geometric mean, which is the median of the log-normal lengths that answers have), body
+    size."""
 
-    __slots__ = ("_body_bytes", "_longest", "_mean", "_prior_tokens", "_siblings")
+    __slots__ = ("_body_bytes", "_log_longest", "_longest", "_mean", "_prior_tokens", "_siblings")
 
     def __init__(self, max_new_tokens: int, siblings: int) -> None:
         self._prior_tokens = max_new_tokens / 2
         self._siblings = siblings
-        self._mean = Ewma()
-        self._longest = Ewma()
-        self._body_bytes = Ewma()
+        self._mean = Ewma(LENGTH_GAIN)
+        self._longest = Ewma(LENGTH_GAIN)
+        self._log_longest = Ewma(LENGTH_GAIN)
+        self._body_bytes = Ewma(LENGTH_GAIN)
 
     def group_done(self, lengths: tuple[int, ...], size_bytes: int) -> None:
         self._mean.observe(sum(lengths) / len(lengths))
         self._longest.observe(float(max(lengths)))
+        self._log_longest.observe(math.log(max(1, *lengths)))
         self._body_bytes.observe(float(size_bytes))
 
     @property
@@ -117,6 +190,12 @@ class RunEstimate:
     @property
     def tokens_longest(self) -> float:
         return 2 * self._prior_tokens if self._longest.value is None else self._longest.value
+
+    @property
+    def tokens_typical(self) -> float:
+        """Half of all groups have a longest sibling of no more."""
+        value = self._log_longest.value
+        return 2 * self._prior_tokens if value is None else math.exp(value)
 
     @property
     def body_bytes(self) -> float:

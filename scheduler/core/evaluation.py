@@ -257,10 +257,13 @@ def _servable(ctx: Context, evaluation: Evaluation) -> bool:
     declined = ctx.evaluations[evaluation.id].declined
     present = False
     for name, live in ctx.agents.items():
+        agent = ctx.tables.agents[name]
         if live.state not in ("ready", "suspect", "reconnecting"):
             continue
+        if agent.cordoned or agent.quarantined:
+            continue
         present = True
-        versions = ctx.tables.agents[name].versions
+        versions = agent.versions
         if name not in declined and all(
             id in versions and versions[id].version <= version
             for id, version in evaluation.pinned.items()

@@ -8,6 +8,7 @@ a function of seed and index, so asking again costs nothing but time).
 
 from scheduler.core.accounting import account, submit
 from scheduler.core.admission import admissible, room, trained_policies, wants_groups
+from scheduler.core.attempts import settle
 from scheduler.core.context import Context, RunLive
 from scheduler.core.effects import ProduceItems
 from scheduler.core.state import Job, Run
@@ -93,10 +94,17 @@ def _make_job(ctx: Context, run: Run, item: Item) -> None:
         sequences=run.spec.workflow.group_size,
         items=(item,),
         copies={},
+        priority=run.spec.priority,
+        created_s=ctx.now,
     )
     run.cursor += 1
     run.submitted_groups += 1
     ctx.tables.touch(run)
+    enter(ctx, run, job)
+
+
+def enter(ctx: Context, run: Run, job: Job) -> None:
+    """Begin a new training job, or one that was a dead letter: at least one policy has room."""
     ctx.tables.add(job)
     ctx.runs[run.name].jobs[job.id] = None
     for policy in trained_policies(ctx, run):
@@ -108,7 +116,7 @@ def _make_job(ctx: Context, run: Run, item: Item) -> None:
             submit(ctx, job, policy.id, "queued")
         else:
             submit(ctx, job, policy.id, "dropped", "quota")
-    ctx.queue(job.queue).add(job.id, job.index)
+    settle(ctx, job)
     ctx.dispatch_due = True
 
 

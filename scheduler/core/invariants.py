@@ -6,9 +6,11 @@ Each function checks one family and names the entity whose story explains a viol
 from collections import Counter
 
 from scheduler.core.accounting import open_copies
+from scheduler.core.agent_states import may_work, shown
 from scheduler.core.context import Context
+from scheduler.core.invariants_life import check_life
+from scheduler.core.invariants_life import require as _require
 from scheduler.core.state import OPEN_STATES, Job, Policy
-from transport.errors import InvariantViolation
 from transport.ids import job_of
 
 _COUNTED = ("queued", "in_flight", "buffered", "taken")
@@ -25,12 +27,7 @@ def check(ctx: Context) -> None:
         _check_policy(ctx, ctx.tables.policies[id])
     _check_bodies(ctx)
     _check_runs(ctx)
-
-
-def _require(ctx: Context, true: bool, subject: str, what: str) -> None:
-    if not true:
-        story = "\n  ".join(ctx.story(subject)[-40:])
-        raise InvariantViolation(f"{subject}: {what}\n  {story}")
+    check_life(ctx)
 
 
 def _check_books(ctx: Context) -> None:
@@ -106,15 +103,22 @@ def _check_agents(ctx: Context) -> None:
         sizes = [lease.sequences for lease in live.leases.values() if lease.counted]
         _require(ctx, live.load == sum(sizes), name, f"load {live.load} of {sizes}")
         largest = max(sizes, default=0)
-        room = max(live.most_slots + prefetch * largest, largest, live.inherited)
+        ahead = max(prefetch * largest, live.most_prefetch)
+        room = max(live.most_slots + ahead, largest, live.inherited)
         _require(ctx, live.load <= room, name, f"load {live.load} beyond {room}")
-        slots += agent.slots if live.state == "ready" else 0
+        works = may_work(agent, live)
+        counted = agent.slots if works else 0
+        slots += counted
+        _require(ctx, live.counted_slots == counted, name, f"{live.counted_slots} slots counted")
         is_open = name in ctx.open_agents
-        _require(ctx, not is_open or live.state == "ready", name, f"open while {live.state}")
+        _require(ctx, not is_open or works, name, f"open while {shown(agent, live)}")
+        trusted = [id for id in live.leases if not _stray(ctx, id)]
+        excluded = bool(agent.quarantined)
+        _require(ctx, not (excluded and trusted), name, f"quarantined, and counts on {trusted}")
         timed = ctx.timers.due("agent", name) is not None
         away = live.state in ("lost", "gone")
         _require(ctx, timed != away, name, f"{live.state} with timer {timed}")
-    ready = sum(live.state == "ready" for live in ctx.agents.values())
+    ready = sum(may_work(ctx.tables.agents[name], live) for name, live in ctx.agents.items())
     _require(ctx, slots == ctx.ready_slots, "agents", f"{ctx.ready_slots} ready slots, not {slots}")
     _require(ctx, ready == ctx.ready_agents, "agents", f"{ctx.ready_agents} ready, not {ready}")
     _require(ctx, ctx.agents.keys() == ctx.tables.agents.keys(), "agents", "rows and index differ")
@@ -149,6 +153,9 @@ def _check_policy(ctx: Context, policy: Policy) -> None:
 def _check_bodies(ctx: Context) -> None:
     """A body is needed or released, never both."""
     digests = {job.result.digest: job.id for job in ctx.tables.jobs.values() if job.result}
+    for outcome in ctx.tables.outcomes.values():
+        if outcome.result.digest:
+            digests[outcome.result.digest] = outcome.job
     _require(ctx, digests == ctx.bodies, "bodies", "index and jobs differ")
     for digest in ctx.tables.releases:
         _require(ctx, digest not in digests, digests.get(digest, ""), "its body was released")
@@ -175,6 +182,11 @@ def _check_runs(ctx: Context) -> None:
         _require(ctx, evaluation.in_flight == flying, id, "sequences in flight")
         _require(ctx, not row.done, id, "done and open")
         _require(ctx, row.run in live, id, "open in a finished run")
+
+
+def _stray(ctx: Context, attempt: str) -> bool:
+    job = ctx.tables.jobs[job_of(attempt)]
+    return next(record for record in job.attempts if record.id == attempt).stray
 
 
 def _flies(job: Job) -> bool:

@@ -7,10 +7,11 @@ handed to the release list; a body is released exactly when its job is deleted, 
 became a job's result; the accounting rows remember what the deleted rows were.
 """
 
-from scheduler.core import attempts
+from scheduler.core import attempts, bodies, dead_letters, outcomes, submitters
 from scheduler.core.accounting import move, open_copies
 from scheduler.core.context import Context, Lease
-from scheduler.core.state import WAITING_STATES, Job, Release
+from scheduler.core.failures import class_of
+from scheduler.core.state import WAITING_STATES, Job
 from transport.status import CopyState
 
 LOSSES_PER_ATTEMPT = 8
@@ -18,7 +19,6 @@ LOSSES_PER_ATTEMPT = 8
 lost this many times as often as it may fail."""
 FAILURE_STREAK = 3
 AVOID_LIMIT = 8
-NOT_THE_JOBS_FAULT = ("agent.", "weights")
 
 
 def close(ctx: Context, job: Job, state: CopyState, reason: str) -> None:
@@ -49,27 +49,20 @@ def drop_if_over(ctx: Context, job: Job) -> None:
     if job.state != "done":
         attempts.revoke_all(ctx, job, "job_over")
         attempts.leave_queue(ctx, job)
-    if job.result is not None:
-        del ctx.bodies[job.result.digest]
-        release(ctx, job.result.digest)
     ctx.tables.remove(job)
+    if job.external is not None:
+        outcomes.conclude(ctx, job, job.external)
+        submitters.unindex(ctx, job, job.external)
+    elif job.result is not None:
+        bodies.let_go(ctx, job.result.digest)
     if job.evaluation:
         ctx.evaluations[job.evaluation].jobs.pop(job.id, None)
         evaluation = ctx.tables.evaluations[job.evaluation]
         evaluation.open_jobs -= 1
         ctx.tables.touch(evaluation)
-    else:
+    elif job.external is None:
         ctx.runs[job.run].jobs.pop(job.id, None)
     ctx.due_runs[job.run] = None
-
-
-def release(ctx: Context, digest: str) -> None:
-    """The log may drop this body, unless it is the result of a live job."""
-    if digest in ctx.bodies:
-        ctx.count("results.foreign_body")
-    elif digest not in ctx.tables.releases:
-        ctx.tables.add(Release(digest=digest))
-        ctx.new_releases.append(digest)
 
 
 def attempt_failed(ctx: Context, lease: Lease, code: str, detail: str = "") -> None:
@@ -79,13 +72,14 @@ def attempt_failed(ctx: Context, lease: Lease, code: str, detail: str = "") -> N
     attempts.end(ctx, job, record, "failed", code=code, detail=detail[:200])
     ctx.count(f"attempts.failed.{code}")
     retry_s = 0.0
-    if code.startswith(NOT_THE_JOBS_FAULT):
-        job.losses += 1
-    else:
+    fault = class_of(code)
+    if fault == "job":
         job.failures += 1
-        if record.agent not in job.avoid:
-            job.avoid = [*job.avoid, record.agent][-AVOID_LIMIT:]
         retry_s = backoff_s(ctx, job.failures)
+    else:
+        job.losses += 1
+    if fault not in ("away", "copy") and record.agent not in job.avoid:
+        job.avoid = [*job.avoid, record.agent][-AVOID_LIMIT:]
     give_up_or_retry(ctx, job, retry_s)
 
 
@@ -93,11 +87,17 @@ def give_up_or_retry(ctx: Context, job: Job, retry_s: float = 0.0) -> None:
     """Fail the job when it has used up its attempts, otherwise queue it again."""
     most = ctx.tables.runs[job.run].spec.max_attempts
     if job.failures >= most:
-        close(ctx, job, "failed", "attempts")
+        _give_up(ctx, job, "attempts")
     elif job.losses >= most * LOSSES_PER_ATTEMPT:
-        close(ctx, job, "failed", "losses")
+        _give_up(ctx, job, "losses")
     else:
         attempts.settle(ctx, job, retry_s)
+
+
+def _give_up(ctx: Context, job: Job, reason: str) -> None:
+    close(ctx, job, "failed", reason)
+    if job.kind != "eval":
+        dead_letters.bury(ctx, job, reason)
 
 
 def lost(ctx: Context, lease: Lease, reason: str) -> None:
@@ -105,6 +105,14 @@ def lost(ctx: Context, lease: Lease, reason: str) -> None:
     job = ctx.tables.jobs[lease.job]
     attempts.stray(ctx, lease, reason)
     give_up_or_retry(ctx, job)
+
+
+def refuse_result(ctx: Context, lease: Lease, reason: str) -> None:
+    """A complete result that is not to be trusted: its attempt ends, the job goes on without."""
+    job = ctx.tables.jobs[lease.job]
+    record = next(record for record in job.attempts if record.id == lease.attempt)
+    attempts.end(ctx, job, record, "refused", reason=reason)
+    attempts.settle(ctx, job)
 
 
 def withdraw(ctx: Context, lease: Lease, reason: str) -> None:
@@ -119,7 +127,8 @@ def declined(ctx: Context, lease: Lease, reason: str) -> None:
     """The agent will not take it: nobody's failure."""
     job = ctx.tables.jobs[lease.job]
     record = next(record for record in job.attempts if record.id == lease.attempt)
-    attempts.end(ctx, job, record, "declined", reason=reason)
+    what = "recalled" if reason == "recalled" else "declined"
+    attempts.end(ctx, job, record, what, reason=reason)
     attempts.settle(ctx, job)
 
 

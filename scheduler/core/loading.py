@@ -7,7 +7,15 @@ What always holds after ``load``: every index mirrors the rows; agents that had 
 
 from collections.abc import Iterable
 
-from scheduler.core import attempts, consumption, runs, trainers
+from scheduler.core import (
+    attempts,
+    consumption,
+    dead_letters,
+    outcomes,
+    runs,
+    submitters,
+    trainers,
+)
 from scheduler.core.context import AgentLive, Context, EvaluationLive
 from scheduler.core.state import Job, Row
 
@@ -22,6 +30,8 @@ def load(ctx: Context, rows: Iterable[Row]) -> None:
         ctx.tables.load(table, key, value)
     _load_runs(ctx)
     _load_agents(ctx)
+    dead_letters.load(ctx)
+    outcomes.load(ctx)
     for job in tuple(ctx.tables.jobs.values()):
         _load_job(ctx, job)
     for live in ctx.agents.values():
@@ -79,11 +89,15 @@ def _load_agents(ctx: Context) -> None:
 def _load_job(ctx: Context, job: Job) -> None:
     if job.evaluation:
         ctx.evaluations[job.evaluation].jobs[job.id] = None
+    elif job.external is not None:
+        submitters.index(ctx, job, job.external)
     else:
         ctx.runs[job.run].jobs[job.id] = None
     if job.state == "in_flight":
         attempts.count_in_flight(ctx, job, job.sequences)
-    pinned = ctx.tables.evaluations[job.evaluation].pinned if job.evaluation else {}
+    pinned = {} if job.external is None else job.external.pinned
+    if job.evaluation:
+        pinned = ctx.tables.evaluations[job.evaluation].pinned
     lease_s = ctx.settings.reconnect_grace_s + ctx.settings.lease_s
     for record in job.attempts:
         lease = attempts.track(ctx, job, record, dict(pinned))

@@ -10,10 +10,10 @@ What always holds (``check`` enforces it, the property test hunts it):
    old and grant batches, runs evaluate, admit and finish, jobs are placed, bodies are released.
    This repeats until nothing is due.
 
-    events --> agents trainers results runs --> attempts jobs accounting --> rows
+    events --> agents trainers results requests --> attempts jobs accounting --> rows
                         |  due                      ^
                         v                           |
-               consumption -> runs/evaluation/intake -> dispatch -> effects
+               consumption -> runs/evaluation/intake -> dispatch -> effects -> waits
 """
 
 from collections.abc import Iterable
@@ -24,17 +24,20 @@ from scheduler.core import (
     consumption,
     dispatch,
     evaluation,
+    external,
     intake,
     invariants,
     loading,
+    requests,
     results,
     runs,
     status,
     trainers,
+    waits,
 )
 from scheduler.core import attempts as attempts_module
 from scheduler.core.context import Context
-from scheduler.core.effects import Effect, Reply
+from scheduler.core.effects import Effect
 from scheduler.core.events import (
     Event,
     FromAgent,
@@ -50,16 +53,11 @@ from scheduler.core.state import Change, Row
 from transport.errors import InvariantViolation
 from transport.messages import (
     BodiesGone,
-    CommandReply,
     Goodbye,
     Hello,
     Message,
     Ping,
     Pong,
-    RunCommand,
-    RunSubmit,
-    StatusReply,
-    StatusRequest,
     TrajectoriesStored,
     VersionStored,
     Welcome,
@@ -110,7 +108,7 @@ class SchedulerCore:
             case FromService(service=name, message=message):
                 self._service(name, message)
             case FromOperator():
-                self._operator(event)
+                requests.answer(ctx, event)
             case ItemsProduced(kind="train"):
                 runs.items_produced(ctx, event.run, event.start, event.items)
             case ItemsProduced():
@@ -122,6 +120,7 @@ class SchedulerCore:
             case Tick():
                 self._tick()
         self._settle()
+        waits.answer_ready(ctx)
         effects, ctx.effects = ctx.effects, []
         return effects
 
@@ -148,7 +147,7 @@ class SchedulerCore:
         """What happened lately to a job, attempt, agent, policy, run or evaluation."""
         return self._ctx.story(id)
 
-    # ---- services and operators --------------------------------------------------------------
+    # ---- services --------------------------------------------------------------
 
     def _service(self, name: str, message: Message) -> None:
         ctx = self._ctx
@@ -175,21 +174,6 @@ class SchedulerCore:
             case _:
                 ctx.count("services.unexpected_message")
 
-    def _operator(self, event: FromOperator) -> None:
-        ctx = self._ctx
-        answer: Message
-        match event.message:
-            case RunSubmit() as submit:
-                answer = runs.submit_run(ctx, submit)
-            case RunCommand() as command:
-                answer = runs.command(ctx, command)
-            case StatusRequest():
-                answer = StatusReply(status=status.build(ctx, ctx.now))
-            case other:
-                text = f"{type(other).__name__} is not a command"
-                answer = CommandReply(ok=False, code="command.unknown", message=text)
-        ctx.effects.append(Reply(event.peer, event.request, answer))
-
     # ---- time ----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
@@ -208,6 +192,10 @@ class SchedulerCore:
                 job = ctx.tables.jobs.get(id)
                 if job is not None:
                     attempts_module.settle(ctx, job)
+            case "expire":
+                external.deadline_due(ctx, id)
+            case "wait":
+                waits.due(ctx, int(id))
             case "unblock":
                 agents.unblock_due(ctx, id)
             case "forget":
@@ -228,7 +216,7 @@ class SchedulerCore:
     def _sweep(self) -> None:
         """What depends on time or on all agents, once per heartbeat while there are runs."""
         ctx = self._ctx
-        dispatch.watch_starved(ctx)
+        dispatch.watch(ctx)
         for id, live in ctx.policies.items():
             if live.unplaced:
                 consumption.give_up_unplaced(ctx, ctx.tables.policies[id])

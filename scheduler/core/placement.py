@@ -2,16 +2,24 @@
 
     finish = rtt + wait for a slot + tokens / rate + bytes / uplink + weight catch-up
 
-A placement is refused when the group would be too old once it is trained on:
+A placement is refused when the group would be too old once it is trained on. With t the finish
+time, d the lag of the version that the agent will begin with, T the trainer's busy time per step,
+B the groups of a batch, r those that are buffered or being trained on, f those in flight and q the
+rate at which groups come back:
 
-    lag at consumption = lag of the agent's version now
-                       + min(finish / trainer's busy time, batches buffered or in flight)
+    steps until it is used = max(min(t / T, (r + q t) / B),     the trainer goes on meanwhile
+                                 (r + min(f, q t)) / B)         older groups are used before it
+    refused when d + whole steps > bound
 
-and the bound is exceeded, unless the policy has been starved (nothing in flight or buffered) for
-a while: then anything is better than waiting for ever.
+unless the policy has been starved (nothing in flight or buffered) for a while: then anything is
+better than waiting for ever. As long as q is unknown everything in flight counts.
 
-Example: an agent whose version is one step behind the head, a finish time of 40 s, 12 s per step
-and 3 batches ahead gives 1 + min(3.3, 3) = 4, which a bound of 4 allows and a bound of 3 refuses.
+Example: an agent one step behind, a finish time of 40 s, 12 s per step, batches of 4, of which one
+is being trained on and 5 groups are in flight, 0.2 groups per second: max(min(3.3, 3), 2.25) gives
+1 + 3, which a bound of 4 allows and a bound of 3 refuses.
+
+Among agents that finish within ``NEAR_TIE`` of the best one the cheapest per token is taken, then
+the smaller name: differences that small are below what anybody can predict.
 
 What always holds: a rule only looks at its arguments and its random numbers; equal costs go to
 the smaller agent name; None means that no candidate will do. The four baselines neither predict
@@ -19,7 +27,7 @@ nor refuse; they are there to be compared with.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -31,44 +39,65 @@ if TYPE_CHECKING:
 PROBE_SHARE = 0.02
 """How often the best idle but long unused agent is tried instead of the best one."""
 PROBE_AFTER_S = 60.0
+NEAR_TIE = 0.03
+"""Lengths and rates scatter by far more than this; a percent or two of time is not worth money."""
 
 
 class PolicyView(msgspec.Struct, frozen=True):
     """A policy that wants the group: its lag bound, its trainer's busy seconds per step (None:
-    unknown), whole batches buffered or in flight, and whether it has been starved."""
+    unknown), groups of a batch, groups buffered or being trained on (``ready``), groups in flight,
+    how many come back per second (None: unknown), and whether it has been starved. ``earlier`` are
+    ready groups and groups in flight that can be used no longer than one that begins 1, 2 ... steps
+    behind the head."""
 
     policy: str
     bound: int
     busy_s: float | None
-    batches_ahead: int
+    batch: int
+    ready: int
+    in_flight: int
+    rate: float | None
     starved: bool
+    earlier: tuple[tuple[int, int], ...] = ()
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """What placement knows of a job. Tokens are expected per sequence and of the longest one."""
+    """What placement knows of a job. Tokens are expected per sequence, of the longest one, and
+    typically (in half of all cases) of the longest one;
+    ``kind`` names work that takes the same time per token."""
 
     job: str
+    kind: str
     sequences: int
     tokens_mean: float
     tokens_longest: float
+    tokens_typical: float
     body_bytes: float
     policies: tuple[PolicyView, ...]
 
+    def tolerant(self) -> "JobView":
+        """The same job, if every policy took anything."""
+        policies = tuple(msgspec.structs.replace(one, starved=True) for one in self.policies)
+        return msgspec.structs.replace(self, policies=policies)
 
-class Candidate(msgspec.Struct, frozen=True):
-    """An agent with room. ``load`` is sequences it holds already, ``token_s`` seconds per token
-    of one sequence, ``lags`` belongs to ``JobView.policies``, ``idle_s`` is time since its last
-    offer."""
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """An agent with room. ``load`` is sequences it holds already, ``wait_s`` what the group loses
+    by waiting for slots there, ``token_s`` seconds per token of one sequence, ``lags`` belongs to
+    ``JobView.policies`` (of the versions that it will begin with), ``idle_s`` is time since its
+    last offer, ``token_usd`` what a token costs there (0: not priced)."""
 
     agent: str
     slots: int
     load: int
     rtt_s: float
+    wait_s: float
     token_s: float
     up_byte_s: float
     catch_up_s: float
     lags: tuple[int, ...]
     idle_s: float
+    token_usd: float = 0.0
 
 
 class Score(msgspec.Struct, frozen=True, order=True):
@@ -84,9 +113,12 @@ class Score(msgspec.Struct, frozen=True, order=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
+    """``lags`` are those that the group should begin with, by policy."""
+
     agent: str
     score: Score
     reason: str = "best"
+    lags: tuple[tuple[str, int], ...] = ()
 
 
 class PlacementRule(Protocol):
@@ -104,33 +136,36 @@ class FinishTime:
         self._rng = rng
 
     def choose(self, job: JobView, candidates: Sequence[Candidate], now: float) -> Choice | None:
-        best: tuple[float, str] | None = None
-        last_resort: tuple[int, float, str] | None = None
-        unused: tuple[float, str] | None = None
-        found: dict[str, Candidate] = {}
+        best: Candidate | None = None
+        best_s = 0.0
+        last_resort: tuple[int, float, str, Candidate] | None = None
+        unused: Candidate | None = None
         for candidate in candidates:
-            finish_s = _finish_s(job, candidate)
-            excess = _excess_lag(job, candidate, finish_s)
-            name = candidate.agent
-            found[name] = candidate
+            finish_s = expected_s(job, candidate)
+            excess = excess_lag(job, candidate, finish_s)
             if excess is None:
                 continue
             if excess > 0:
-                if last_resort is None or (excess, finish_s, name) < last_resort:
-                    last_resort = (excess, finish_s, name)
+                key = (excess, finish_s, candidate.agent, candidate)
+                last_resort = key if last_resort is None else min(last_resort, key, key=_by_name)
                 continue
-            if best is None or (finish_s, name) < best:
-                best = (finish_s, name)
+            if best is None or (finish_s, candidate.agent) < (best_s, best.agent):
+                best, best_s = candidate, finish_s
             if candidate.load == 0 and candidate.idle_s > PROBE_AFTER_S:
-                key = (-candidate.idle_s, name)
-                unused = key if unused is None else min(unused, key)
+                if unused is None or (-candidate.idle_s, candidate.agent) < (
+                    -unused.idle_s,
+                    unused.agent,
+                ):
+                    unused = candidate
         if best is None:
-            if last_resort is None:
-                return None
-            return _finish_choice(job, found[last_resort[2]], "starved")
-        if unused is not None and unused[1] != best[1] and self._rng.random() < PROBE_SHARE:
-            return _finish_choice(job, found[unused[1]], "probe")
-        return _finish_choice(job, found[best[1]], "best")
+            return None if last_resort is None else _choice(job, last_resort[3], "starved")
+        if unused is not None and unused is not best and self._rng.random() < PROBE_SHARE:
+            return _choice(job, unused, "probe")
+        if best.token_usd > 0.0:
+            cheapest = _cheapest_near(job, candidates, best_s)
+            if cheapest is not best:
+                return _choice(job, cheapest, "cheapest")
+        return _choice(job, best, "best")
 
 
 class RoundRobin:
@@ -179,47 +214,93 @@ def make_rule(name: PlacementName, rng: "random.Random") -> PlacementRule:
             return TwoChoices(rng)
 
 
-def _wait_s(job: JobView, candidate: Candidate) -> float:
-    """Sequences beyond the slots run in waves of mean length before the job is through."""
-    excess = max(0, candidate.load + job.sequences - candidate.slots)
-    return excess / candidate.slots * job.tokens_mean * candidate.token_s
+def soonest(job: JobView, candidates: Sequence[Candidate], reason: str) -> Choice | None:
+    """The candidate that would be done first and stay fresh enough, whatever rule is in use:
+    second attempts and recalls are not what the rules are compared by."""
+    best: tuple[float, str, Candidate] | None = None
+    for candidate in candidates:
+        finish_s = expected_s(job, candidate)
+        if excess_lag(job, candidate, finish_s) != 0:
+            continue
+        if best is None or (finish_s, candidate.agent) < best[:2]:
+            best = (finish_s, candidate.agent, candidate)
+    return None if best is None else _choice(job, best[2], reason)
 
 
-def _finish_s(job: JobView, candidate: Candidate) -> float:
+def expected_s(job: JobView, candidate: Candidate) -> float:
+    """Seconds until the group would be back."""
     return (
         candidate.rtt_s
-        + _wait_s(job, candidate)
+        + candidate.wait_s
         + job.tokens_longest * candidate.token_s
         + job.body_bytes * candidate.up_byte_s
         + candidate.catch_up_s
     )
 
 
-def _excess_lag(job: JobView, candidate: Candidate, finish_s: float) -> int | None:
-    """Steps by which the group would be too old: 0 when fresh enough, None when refused."""
+def excess_lag(job: JobView, candidate: Candidate, finish_s: float) -> int | None:
+    """Steps by which the group would be too old: 0 when fresh enough, None when refused. That is
+    asked of a group of typical length: a few very long answers must not speak for all."""
     worst = 0
+    finish_s -= (job.tokens_longest - job.tokens_typical) * candidate.token_s
     for policy, lag in zip(job.policies, candidate.lags, strict=True):
-        advanced = 0
-        if policy.busy_s is not None:
-            advanced = int(min(finish_s / max(policy.busy_s, 1e-6), policy.batches_ahead))
-        excess = lag + advanced - policy.bound
+        excess = lag + steps_ahead(policy, lag, finish_s) - policy.bound
         if excess > 0 and not policy.starved:
             return None
         worst = max(worst, excess)
     return worst
 
 
-def _finish_choice(job: JobView, candidate: Candidate, reason: str) -> Choice:
-    parts = (
+def steps_ahead(policy: PolicyView, lag: int, finish_s: float) -> int:
+    """Whole steps that the trainer makes before it uses a group that begins ``lag`` steps behind
+    the head and is back after so long."""
+    ready, flying = policy.ready, policy.in_flight
+    if lag > 0 and policy.earlier:
+        ready, flying = policy.earlier[min(lag, len(policy.earlier)) - 1]
+    ahead = float(flying) if policy.rate is None else min(float(flying), policy.rate * finish_s)
+    return int(max(steps_meanwhile(policy, finish_s), (ready + ahead) / policy.batch))
+
+
+def steps_meanwhile(policy: PolicyView, time_s: float) -> float:
+    """Steps that the trainer makes in so long: no more than it can, and has groups for."""
+    if policy.busy_s is None:
+        return 0.0
+    back = policy.in_flight if policy.rate is None else policy.rate * time_s
+    return min(time_s / max(policy.busy_s, 1e-6), (policy.ready + back) / policy.batch)
+
+
+def parts_of(job: JobView, candidate: Candidate) -> tuple[tuple[str, float], ...]:
+    """What the finish time is made of, and the lag to begin with."""
+    return (
         ("rtt_s", candidate.rtt_s),
-        ("wait_s", _wait_s(job, candidate)),
+        ("wait_s", candidate.wait_s),
         ("generate_s", job.tokens_longest * candidate.token_s),
         ("upload_s", job.body_bytes * candidate.up_byte_s),
         ("catch_up_s", candidate.catch_up_s),
         ("lag", float(max(candidate.lags, default=0))),
     )
-    score = Score(cost=_finish_s(job, candidate), agent=candidate.agent, parts=parts)
-    return Choice(candidate.agent, score, reason)
+
+
+def _cheapest_near(job: JobView, candidates: Sequence[Candidate], best_s: float) -> Candidate:
+    """The cheapest per token of those that finish hardly later than the best one."""
+    near: list[tuple[float, str, Candidate]] = []
+    for candidate in candidates:
+        finish_s = expected_s(job, candidate)
+        if finish_s <= best_s * (1.0 + NEAR_TIE) and excess_lag(job, candidate, finish_s) == 0:
+            near.append((candidate.token_usd, candidate.agent, candidate))
+    return min(near, key=_by_name)[2]
+
+
+def _choice(job: JobView, candidate: Candidate, reason: str) -> Choice:
+    cost_s = expected_s(job, candidate)
+    score = Score(cost=cost_s, agent=candidate.agent, parts=parts_of(job, candidate))
+    names = (policy.policy for policy in job.policies)
+    lags = tuple(zip(names, candidate.lags, strict=True))
+    return Choice(candidate.agent, score, reason, lags)
+
+
+def _by_name(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return key[:-1]
 
 
 def _least(keys: list[tuple[float, str]], name: str) -> Choice | None:

@@ -8,7 +8,7 @@ before it is checked.
 
 from itertools import islice
 
-from scheduler.core import attempts, consumption, jobs
+from scheduler.core import attempts, bodies, consumption, jobs, learning, outcomes, quarantine
 from scheduler.core.accounting import move, open_copies
 from scheduler.core.context import Context, Lease
 from scheduler.core.state import Job, Result
@@ -65,20 +65,26 @@ def send_releases(ctx: Context, service: str, digests: list[str]) -> None:
 
 
 def _summary(ctx: Context, summary: GroupSummary) -> None:
-    job = ctx.tables.jobs.get(summary.job)
-    if job is not None and job.result is not None and job.result.digest == summary.digest:
+    if ctx.bodies.get(summary.digest) == summary.job:
         return  # announced again because our answer was lost
+    job = ctx.tables.jobs.get(summary.job)
     lease = attempts.find(ctx, summary.attempt, summary.fence, summary.agent)
     if job is None or lease is None or lease.job != summary.job:
         ctx.count("results.late")
         ctx.note(summary.attempt, "late result", digest=summary.digest, agent=summary.agent)
-        jobs.release(ctx, summary.digest)
+        bodies.release(ctx, summary.digest)
+        return
+    if ctx.tables.agents[lease.agent].quarantined:
+        ctx.count("results.quarantined")
+        bodies.release(ctx, summary.digest)
+        jobs.refuse_result(ctx, lease, "quarantined")
         return
     fault = _fault(ctx, job, summary)
     if fault:
         ctx.count("results.invalid")
-        jobs.release(ctx, summary.digest)
+        bodies.release(ctx, summary.digest)
         jobs.attempt_failed(ctx, lease, "summary.invalid", fault)
+        quarantine.failed(ctx, lease.agent, "summary.invalid", f"{summary.attempt}: {fault}")
         return
     _accept(ctx, job, lease, summary)
 
@@ -91,7 +97,10 @@ def _fault(ctx: Context, job: Job, summary: GroupSummary) -> str:
     fault = summary_fault(summary)
     if fault:
         return fault
-    longest = ctx.tables.runs[job.run].spec.workflow.max_sequence_tokens
+    workflow = ctx.tables.runs[job.run].spec.workflow
+    longest = workflow.max_sequence_tokens
+    if job.external is not None and job.external.max_new_tokens:
+        longest = longest // workflow.max_new_tokens * job.external.max_new_tokens
     if max(summary.lengths) > longest:
         return f"a sequence of {max(summary.lengths)} tokens, at most {longest}"
     if summary.digest in ctx.tables.releases or summary.digest in ctx.bodies:
@@ -104,7 +113,8 @@ def _fault(ctx: Context, job: Job, summary: GroupSummary) -> str:
 
 
 def _accept(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
-    _learn(ctx, job, lease, summary)
+    quarantine.result_came(ctx.agents[lease.agent])
+    learning.learn(ctx, job, lease, summary)
     record = next(record for record in job.attempts if record.id == lease.attempt)
     attempts.end(ctx, job, record, "result", digest=summary.digest)
     attempts.revoke_all(ctx, job, "job_done")
@@ -123,32 +133,14 @@ def _accept(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None
     )
     job.items = ()
     ctx.bodies[summary.digest] = job.id
-    if job.kind == "eval":
+    if job.external is not None:
+        outcomes.deliver(ctx, job, job.external, summary)
+    elif job.kind == "eval":
         _score(ctx, job, summary)
     else:
         _route(ctx, job, summary)
     if job.id in ctx.tables.jobs:
         jobs.drop_if_over(ctx, job)
-
-
-def _learn(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
-    live = ctx.agents[lease.agent]
-    agent = ctx.tables.agents[lease.agent]
-    live.failures = 0
-    sample = live.estimate.group_done(
-        lengths=summary.lengths,
-        slots=agent.slots,
-        generating_s=summary.generating_s,
-        now=ctx.now,
-    )
-    if sample is not None:
-        ctx.hardware.observe(agent.hardware, sample)
-    if lease.accepted_s is not None:
-        on_agent_s = summary.queued_s + summary.generating_s
-        upload_s = ctx.now - lease.accepted_s - on_agent_s
-        live.estimate.uploaded(size_bytes=summary.size_bytes, upload_s=upload_s, now=ctx.now)
-    if job.kind == "train":
-        ctx.runs[job.run].estimate.group_done(summary.lengths, summary.size_bytes)
 
 
 def _score(ctx: Context, job: Job, summary: GroupSummary) -> None:

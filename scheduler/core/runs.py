@@ -9,14 +9,23 @@ life; a finished run has no jobs, no open evaluations and no versions, and its n
 
 from collections.abc import Callable
 
-from scheduler.core import agents, consumption, dispatch, evaluation, intake, jobs, trainers
+from scheduler.core import (
+    agents,
+    consumption,
+    dispatch,
+    evaluation,
+    external,
+    intake,
+    jobs,
+    trainers,
+)
 from scheduler.core.accounting import account
 from scheduler.core.admission import spec_of, trained_policies
 from scheduler.core.buffers import Buffer
 from scheduler.core.context import Context, PolicyLive, RunLive
 from scheduler.core.effects import RunEnded, StartTaskSource, StopTaskSource
 from scheduler.core.estimators import RunEstimate
-from scheduler.core.state import Policy, Run
+from scheduler.core.state import Policy, Run, external_queue
 from scheduler.core.versions import VersionTree
 from transport.ids import NAME_RULE, is_name, policy_id
 from transport.messages import CommandReply, Item, RunCommand, RunState, RunSubmit
@@ -209,6 +218,7 @@ def _cancel_training(ctx: Context, run: Run, reason: str) -> None:
 
 def _cancel_work(ctx: Context, run: Run, reason: str) -> None:
     _cancel_training(ctx, run, reason)
+    external.cancel_all(ctx, run, reason)
     for found in evaluation.open_evaluations(ctx, run):
         evaluation.abandon(ctx, found, reason)
 
@@ -217,6 +227,7 @@ def _finish(ctx: Context, run: Run, reason: str) -> None:
     """The end: close what is open, forget what only a live run needs."""
     for id in tuple(ctx.runs[run.name].jobs):
         jobs.close(ctx, ctx.tables.jobs[id], "cancelled", "run_finished")
+    external.cancel_all(ctx, run, "run_finished")
     for found in evaluation.open_evaluations(ctx, run):
         evaluation.abandon(ctx, found, "run_finished")
     run.state, run.reason, run.ended_s = "finished", reason, ctx.now
@@ -232,6 +243,7 @@ def _finish(ctx: Context, run: Run, reason: str) -> None:
         ctx.timers.cancel("trainer", policy.id)
     del ctx.runs[run.name]
     ctx.queues.pop(run.name, None)
+    ctx.queues.pop(external_queue(run.name), None)
     ctx.timers.cancel("produce", run.name)
     ctx.effects.append(StopTaskSource(run.name))
     ctx.effects.append(RunEnded(run.name, reason))

@@ -19,7 +19,11 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     ``shortlist`` bounds how many agents one placement looks at; fleets with no more free agents
     than that are searched in full. ``heartbeat_scale_agents`` is the fleet size above which the
-    assigned heartbeat interval grows in proportion.
+    assigned heartbeat interval grows in proportion. ``remembered_results`` is how many confirmed
+    results of a submitter are known again when their jobs are submitted once more. An attempt that
+    its agent has held for ``attempt_max_s`` counts as lost, however often it is renewed. With
+    ``prompts_on_disk`` the items of submitters' jobs are rows of their own, and the shell puts
+    them into the offers.
     """
 
     placement: PlacementName = "finish-time"
@@ -44,3 +48,6 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     egress_usd_gb: float = 0.0
     max_dead_letters: int = 1000
     max_results_per_submitter: int = 100_000
+    remembered_results: int = 10_000
+    attempt_max_s: float = 3600.0
+    prompts_on_disk: bool = False

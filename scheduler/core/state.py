@@ -1,17 +1,17 @@
 """The entities of the scheduler, as rows: what survives a restart.
 
 What always holds: everything that a restarted scheduler must still know is in one of these
-Structs; a row is the Struct's MessagePack; whoever changes an entity calls ``Tables.touch``. What
-is not here (leases' clocks, estimates, who was heard when) starts anew with every life.
+Structs; a row is the Struct's MessagePack (``tables``). What is not here (leases' clocks,
+estimates, who was heard when) starts anew with every life.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
-from transport.errors import StoreError
-from transport.ids import Fence
+from transport.ids import Fence, external_job_id
 from transport.messages import AttemptRecord, DeadLetter, Item, JobResult, VersionRef
+from transport.messages.jobs import ResultState
 from transport.runs import RunSpec
 from transport.status import AccountingRow, CopyState, StepStatus
 
@@ -47,6 +47,7 @@ class Run(Entity):
     cursor: int = 0
     submitted_groups: int = 0
     eval_jobs: int = 0
+    external_jobs: int = 0
     evaluations: int = 0
     start_evaluated: bool = False
     end_evaluated: bool = False
@@ -149,6 +150,7 @@ class Attempt(msgspec.Struct):
     fence: Fence
     agent: str
     stray: bool = False
+    offered_s: float = 0.0
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -164,10 +166,12 @@ class Result(msgspec.Struct, frozen=True):
 
 class External(msgspec.Struct, frozen=True):
     """What a submitter asked for beyond the run's own: who it is, its id for the job, until when
-    (core's clock, 0: whenever) and with what."""
+    (core's clock, 0: whenever) and with what. ``fingerprint`` tells whether a job that is
+    submitted again is exactly the same; ``pinned`` is by policy id."""
 
     submitter: str
     id: str
+    fingerprint: str = ""
     due_s: float = 0.0
     max_new_tokens: int = 0
     temperature: float | None = None
@@ -176,9 +180,10 @@ class External(msgspec.Struct, frozen=True):
 
 
 class Job(Entity):
-    """One group to be made. ``items`` go when the result is there; ``avoid`` are agents on which
-    it failed; ``evaluation`` is empty for training and external jobs; ``history`` are its last
-    tries that are over; ``replays`` how often it was brought back from the dead letters."""
+    """One group to be made. ``items`` go when the result is there; with a ``prompt`` they are
+    stored apart under that key, and what is here stands for them. ``avoid`` are agents on which it
+    failed; ``evaluation`` is empty for training and external jobs; ``history`` are its last tries
+    that are over; ``replays`` how often it was brought back from the dead letters."""
 
     table: ClassVar[str] = "job"
 
@@ -194,6 +199,7 @@ class Job(Entity):
     external: External | None = None
     history: list[AttemptRecord] = []
     replays: int = 0
+    prompt: str = ""
     evaluation: str = ""
     state: JobState = "queued"
     attempts: list[Attempt] = []
@@ -209,8 +215,15 @@ class Job(Entity):
 
     @property
     def queue(self) -> str:
-        """The ready queue that it waits in: its evaluation's or its run's."""
+        """The ready queue that it waits in: of its evaluation, its run or the run's submitters."""
+        if self.external is not None:
+            return external_queue(self.run)
         return self.evaluation or self.run
+
+
+def external_queue(run: str) -> str:
+    """The ready queue of the jobs that submitters have in a run."""
+    return f"{run}/x"
 
 
 class Agent(Entity):
@@ -284,10 +297,31 @@ class Outcome(Entity):
 
     submitter: str
     result: JobResult
+    fingerprint: str = ""
 
     @property
     def key(self) -> str:
         return f"{self.submitter}|{self.result.number}"
+
+    @property
+    def job(self) -> str:
+        return external_job_id(self.result.run, self.submitter, self.result.id)
+
+
+class Confirmed(Entity):
+    """What is remembered of a result that its submitter has: enough to know its job again."""
+
+    table: ClassVar[str] = "confirmed"
+
+    submitter: str
+    number: int
+    job: str
+    state: ResultState
+    fingerprint: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.submitter}|{self.number}"
 
 
 class Submitter(Entity):
@@ -360,104 +394,3 @@ class Counters(Entity):
 
 def account_key(policy: str, kind: str) -> str:
     return f"{policy}|{kind}"
-
-
-_ENTITIES: tuple[type[Entity], ...] = (
-    Run,
-    Policy,
-    Version,
-    Job,
-    Agent,
-    Evaluation,
-    Release,
-    Outcome,
-    Submitter,
-    Dead,
-    Spend,
-    Account,
-    Counters,
-)
-_DECODERS: dict[str, Any] = {kind.table: msgspec.msgpack.Decoder(kind).decode for kind in _ENTITIES}
-
-
-class Tables:
-    """All entities by table and key, and which of them changed since they were last taken."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, Run] = {}
-        self.policies: dict[str, Policy] = {}
-        self.versions: dict[str, Version] = {}
-        self.jobs: dict[str, Job] = {}
-        self.agents: dict[str, Agent] = {}
-        self.evaluations: dict[str, Evaluation] = {}
-        self.releases: dict[str, Release] = {}
-        self.outcomes: dict[str, Outcome] = {}
-        self.submitters: dict[str, Submitter] = {}
-        self.dead: dict[str, Dead] = {}
-        self.spends: dict[str, Spend] = {}
-        self.accounts: dict[str, Account] = {}
-        self.counters: dict[str, Counters] = {}
-        self._by_name: dict[str, dict[str, Any]] = {
-            Run.table: self.runs,
-            Policy.table: self.policies,
-            Version.table: self.versions,
-            Job.table: self.jobs,
-            Agent.table: self.agents,
-            Evaluation.table: self.evaluations,
-            Release.table: self.releases,
-            Outcome.table: self.outcomes,
-            Submitter.table: self.submitters,
-            Dead.table: self.dead,
-            Spend.table: self.spends,
-            Account.table: self.accounts,
-            Counters.table: self.counters,
-        }
-        self._dirty: dict[tuple[str, str], None] = {}
-        self._encode = msgspec.msgpack.Encoder().encode
-
-    def add(self, entity: Entity) -> None:
-        self._by_name[entity.table][entity.key] = entity
-        self.touch(entity)
-
-    def touch(self, entity: Entity) -> None:
-        """``entity`` has changed; its row is due."""
-        self._dirty[entity.table, entity.key] = None
-
-    def remove(self, entity: Entity) -> None:
-        self._by_name[entity.table].pop(entity.key, None)
-        self.touch(entity)
-
-    def take_changes(self) -> list[Change]:
-        """Rows changed since the last call, in the order of their first change; O(changed)."""
-        changes: list[Change] = []
-        for table, key in self._dirty:
-            entity = self._by_name[table].get(key)
-            changes.append((table, key, None if entity is None else self._encode(entity)))
-        self._dirty.clear()
-        return changes
-
-    def dump(self) -> list[Row]:
-        """Every row, whether changed or not."""
-        return [
-            (table, key, self._encode(entity))
-            for table, entities in self._by_name.items()
-            for key, entity in entities.items()
-        ]
-
-    def load(self, table: str, key: str, value: bytes) -> None:
-        """Take in a stored row.
-
-        Raises:
-            StoreError: the row is of no known table or does not decode; names table and key.
-        """
-        decode = _DECODERS.get(table)
-        if decode is None:
-            raise StoreError(
-                f"row {table}/{key}: unknown table; it was written by a newer farflow, use that"
-            )
-        try:
-            self._by_name[table][key] = decode(value)
-        except msgspec.MsgspecError as error:
-            raise StoreError(
-                f"row {table}/{key} does not decode: {error}; restore the store from a backup"
-            ) from error

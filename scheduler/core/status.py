@@ -1,8 +1,10 @@
 """The view model from the state; reads only, O(agents + runs)."""
 
+from collections import Counter
 from copy import copy
 
 from scheduler.core import evaluation, trainers
+from scheduler.core.agent_states import may_work, shown
 from scheduler.core.context import Context
 from scheduler.core.state import Evaluation, Policy, Run
 from transport.ids import policy_id
@@ -18,11 +20,20 @@ from transport.status import (
 MAX_FINISHED_RUNS = 20
 
 
-def build(ctx: Context, now: float) -> SchedulerStatus:
-    """Everything that a person sees; of the finished runs only the latest."""
+def build(
+    ctx: Context, now: float, agents_after: str = "", most_agents: int | None = None
+) -> SchedulerStatus:
+    """Everything that a person sees; of the finished runs only the latest, and of the agents those
+    whose names come after ``agents_after``, at most so many: ``status.agents_left_out`` among the
+    counters says how many more there are."""
     ordered = sorted(ctx.tables.runs.values(), key=lambda run: (run.created_s, run.name))
     finished = [run.name for run in ordered if not run.live]
     hidden = frozenset(finished[:-MAX_FINISHED_RUNS])
+    names = sorted(name for name in ctx.agents if name > agents_after)
+    counters = ctx.counters()
+    if most_agents is not None and len(names) > most_agents:
+        counters["status.agents_left_out"] = len(names) - most_agents
+    letters = Counter(dead.letter.run for dead in ctx.tables.dead.values())
     by_run: dict[str, list[Evaluation]] = {}
     for entry in ctx.tables.evaluations.values():
         by_run.setdefault(entry.run, []).append(entry)
@@ -31,14 +42,16 @@ def build(ctx: Context, now: float) -> SchedulerStatus:
         build=ctx.build,
         uptime_s=now - ctx.started_s,
         runs=tuple(
-            _run(ctx, run, by_run.get(run.name, [])) for run in ordered if run.name not in hidden
+            _run(ctx, run, by_run.get(run.name, []), letters[run.name])
+            for run in ordered
+            if run.name not in hidden
         ),
-        agents=tuple(_agent(ctx, name) for name in sorted(ctx.agents)),
-        counters=ctx.counters(),
+        agents=tuple(_agent(ctx, name) for name in names[:most_agents]),
+        counters=counters,
     )
 
 
-def _run(ctx: Context, run: Run, evaluations: list[Evaluation]) -> RunStatus:
+def _run(ctx: Context, run: Run, evaluations: list[Evaluation], dead_letters: int) -> RunStatus:
     statuses = [
         status
         for entry in sorted(evaluations, key=lambda entry: entry.id)
@@ -47,27 +60,36 @@ def _run(ctx: Context, run: Run, evaluations: list[Evaluation]) -> RunStatus:
     policies = [ctx.tables.policies[policy_id(run.name, name)] for name in run.spec.policies]
     rows: list[AccountingRow] = []
     for policy in policies:
-        for kind in ("train", "eval"):
+        for kind in ("train", "eval", "external"):
             books = ctx.tables.accounts.get(f"{policy.id}|{kind}")
             if books is not None:
                 rows.append(copy(books.row))
+    live = ctx.runs.get(run.name)
+    spend = ctx.tables.spends.get(run.name)
     return RunStatus(
         name=run.name,
         state=run.state,
-        reason=run.reason or run.finishing or _stuck(ctx, run),
+        reason=run.reason or run.finishing or stuck(ctx, run),
         policies=tuple(_policy(ctx, run, policy, statuses) for policy in policies),
         accounting=tuple(rows),
+        tenant=run.spec.tenant,
+        cost_usd=0.0 if spend is None else spend.agents_usd + spend.egress_usd,
+        tokens=0 if spend is None else spend.tokens,
+        hedge_tokens=0 if spend is None else spend.hedge_tokens,
+        external_open=0 if live is None else len(live.external),
+        dead_letters=dead_letters,
     )
 
 
-def _stuck(ctx: Context, run: Run) -> str:
+def stuck(ctx: Context, run: Run) -> str:
     """Why nobody takes the training jobs that a running run has waiting, when that is plain."""
     live = ctx.runs.get(run.name)
     if live is None or run.state != "running" or not len(ctx.queue(run.name)):
         return ""
-    ready = [ctx.tables.agents[name] for name, it in ctx.agents.items() if it.state == "ready"]
+    agents = ctx.tables.agents
+    ready = [agents[name] for name, it in ctx.agents.items() if may_work(agents[name], it)]
     if not ready:
-        return "no agent is ready"
+        return _nobody(ctx)
     workflow, reward = run.spec.workflow.reference, live.reward.name
     able = [agent for agent in ready if workflow in agent.workflows]
     if not able:
@@ -75,6 +97,19 @@ def _stuck(ctx: Context, run: Run) -> str:
     if not any(reward in agent.rewards for agent in able):
         return f"no agent offers reward {reward}"
     return ""
+
+
+def _nobody(ctx: Context) -> str:
+    agents = ctx.tables.agents.values()
+    kept_away = [
+        f"{count} {what}"
+        for what, count in (
+            ("cordoned", sum(agent.cordoned for agent in agents)),
+            ("quarantined", sum(bool(agent.quarantined) for agent in agents)),
+        )
+        if count
+    ]
+    return "no agent is ready" + (f" ({', '.join(kept_away)})" if kept_away else "")
 
 
 def _policy(
@@ -102,7 +137,7 @@ def _agent(ctx: Context, name: str) -> AgentStatus:
     token_s = live.estimate.token_s.value
     return AgentStatus(
         name=name,
-        state=live.state,
+        state=shown(agent, live),
         slots=agent.slots,
         running_sequences=live.running_sequences,
         leases=len(live.leases),
@@ -115,4 +150,11 @@ def _agent(ctx: Context, name: str) -> AgentStatus:
         digests={policy: ref.digest for policy, ref in agent.versions.items()},
         groups_done=agent.groups_done,
         attempts_failed=agent.attempts_failed,
+        hardware=agent.hardware,
+        labels=agent.labels,
+        cordoned=agent.cordoned,
+        quarantined=agent.quarantined,
+        evidence=tuple(agent.evidence),
+        clock_offset_s=live.clock_offset_s,
+        price_usd_hour=agent.price_usd_hour,
     )

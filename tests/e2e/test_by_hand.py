@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy import write_toy
+
+from bench.toy import write_toy
 
 pytestmark = pytest.mark.timeout(90)
 

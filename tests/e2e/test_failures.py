@@ -9,7 +9,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from toy import counts, running, write_toy
+
+from bench.toy import counts, running, write_toy
 
 pytestmark = pytest.mark.timeout(90)  # whole deployments; 8 s each on two idle cores
 

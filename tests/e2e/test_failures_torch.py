@@ -4,8 +4,8 @@ steps. Several minutes on two cores."""
 from pathlib import Path
 
 import pytest
-from toy import counts, running
 
+from bench.toy import counts, running
 from transport.status import SchedulerStatus
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy import write_toy
+
+from bench.toy import write_toy
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic.toml"

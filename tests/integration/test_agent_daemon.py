@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-from agent_cloud import POLICY, AgentCloud
+from agent_cloud import POLICY, WAIT_S, AgentCloud, Life
 
 from edge_agent import shell
 from edge_agent.core.settings import AgentSettings
@@ -32,24 +32,6 @@ from transport.messages import (
 )
 from transport.runtime.settings import TransportConfig
 from transport.zmq_links import ZmqNetwork
-
-WAIT_S = 10.0
-
-
-class Life:
-    """One life of the agent: stopped in order, or cut off as by a crash."""
-
-    def __init__(self, cloud: AgentCloud, **options: Any) -> None:
-        self.stop = asyncio.Event()
-        self.task = cloud.start(self.stop, **options)
-
-    async def end(self) -> int:
-        self.stop.set()
-        return await asyncio.wait_for(self.task, WAIT_S)
-
-    async def crash(self) -> None:
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
 
 
 @pytest_asyncio.fixture

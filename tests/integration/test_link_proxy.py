@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from sim.link_profile import LinkProfile, Outage
-from sim.link_proxy import SOCKET_BUFFER_BYTES, LinkProxy
+from sim.link_proxy import LinkProxy
 from sim.link_shaper import GUARANTEED_BYTES, MIN_FLIGHT_BYTES, PIECE_BYTES, READ_BYTES, send_reset
+from sim.link_sockets import SEGMENT_BYTES, SOCKET_BUFFER_BYTES, listening_socket
 from transport.errors import ConfigError
 
 pytestmark = pytest.mark.asyncio
@@ -515,3 +516,16 @@ async def test_the_command_takes_commands_on_a_private_socket_and_ends_on_sigter
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
         writer.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others bound segments in their own way")
+async def test_no_segment_is_so_long_that_the_last_one_waits_for_an_acknowledgement() -> None:
+    """Segments of half a buffer made every other transfer 40 ms longer: a delayed ACK."""
+    listener = listening_socket("plain", ("127.0.0.1", 0))
+    with listener, socket.socket() as client:
+        listener.listen()
+        client.connect(listener.getsockname())
+        accepted, _ = listener.accept()
+        with accepted:
+            for end in (client, accepted):
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) <= SEGMENT_BYTES

@@ -528,11 +528,23 @@ async def test_a_daemon_serves_operators_and_agents_by_their_keys_and_stops_in_o
         await until(lambda: stranger.link.handshake_failures > 0)
         assert not stranger.link.connected
 
-        later = world.link("a")
-        await later.send(hello(incarnation=2))
-        await later.expect(Welcome)
-        await agent.send(Heartbeat(sequence=3, sent_s=2.0))  # the older link of the same key
+        again = world.link("a")  # the same process over another connection
+        await again.send(hello())
+        await again.expect(Welcome)
+        await agent.send(Heartbeat(sequence=3, sent_s=2.0))
         await agent.expect(HelloRequired)
+        other = world.link("a")  # another box with the same key
+        await other.send(hello(incarnation=2))
+        [refused] = await other.expect(Refuse)
+        assert refused.code == "agent.duplicate"
+        assert 0.0 < refused.retry_s <= 0.6
+        await again.send(Heartbeat(sequence=4, sent_s=2.5))
+        await again.expect(HeartbeatReply)
+        status = await operator.status()
+        assert status.counters["control.refused.agent.duplicate"] == 1
+        await again.close()
+        await other.send(hello(incarnation=2))
+        await other.expect(Welcome)
 
         children = world.children()
         assert len(children) >= 2

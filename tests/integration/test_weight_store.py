@@ -19,6 +19,7 @@ from transport.messages import (
     Chunk,
     ChunkRequest,
     Plane,
+    Refuse,
     VersionAccepted,
     VersionRejected,
     VersionStored,
@@ -89,6 +90,40 @@ async def test_a_version_flows_from_its_trainer_to_an_agent_that_was_waiting(tmp
 
 
 @pytest.mark.asyncio
+async def test_the_first_bytes_follow_the_plan_unasked(tmp_path):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        trainer = Trainer(tmp_path)
+        publisher = world.link(trainer_name(POLICY), PLANE, port)
+        await trainer.publish(publisher, trainer.first)
+        agent = world.link("a", PLANE, port)
+        await agent.send(
+            WeightsRequest(
+                policy=POLICY,
+                have_version=0,
+                have_digest=trainer.first.manifest.digest,
+                ahead_bytes=1 << 20,
+                ahead_piece_bytes=1 << 16,
+            )
+        )
+        second = trainer.next(1, 0)
+        await trainer.publish(publisher, second)
+        [plan] = await agent.expect(WeightsPlan)
+        (entry,) = second.manifest.files
+        assert {ahead.digest for ahead in plan.ahead} == {entry.digest}
+        named = [(ahead.digest, i, ahead.part_bytes) for ahead in plan.ahead for i in ahead.indices]
+        assert len(named) == len(entry.chunk_digests)
+
+        def chunks_of(link: PlaneLink) -> list[tuple[Chunk, list[bytes]]]:
+            return [(m, p) for m, p in link.received if isinstance(m, Chunk)]
+
+        await until(lambda: len(chunks_of(agent)) == len(named), "what was named")
+        chunks = chunks_of(agent)
+        assert [(m.digest, m.index, m.part_bytes) for m, _ in chunks] == named
+        data = b"".join(payload[0] for _, payload in chunks)
+        assert data == second.files["delta.safetensors"]
+
+
+@pytest.mark.asyncio
 async def test_over_links_nobody_knows_yet_chunks_come_in_and_go_out_in_parts(tmp_path):
     async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
         trainer = Trainer(tmp_path, chunk_bytes=128 << 10)
@@ -123,7 +158,8 @@ async def test_only_the_policys_own_trainer_with_its_own_signature_may_publish(t
         agent = world.link("a", PLANE, port)
         await trainer.offer(agent, trainer.first)
         await trainer.publish(own, trainer.first)
-        assert not agent.received
+        [(refused, _)] = agent.received
+        assert isinstance(refused, Refuse)
 
 
 @pytest.mark.asyncio

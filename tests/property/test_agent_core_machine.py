@@ -20,6 +20,7 @@ from edge_agent.core.effects import (
     Effect,
     Exit,
     FetchPlan,
+    OfferBodies,
     OpenCopy,
     RemakeLink,
     RunAttempt,
@@ -55,6 +56,7 @@ from edge_agent.core.machine import AgentCore
 from edge_agent.core.settings import AgentSettings
 from transport.messages import (
     AttemptFailed,
+    BodyRef,
     GroupSummary,
     Heartbeat,
     HeartbeatReply,
@@ -69,6 +71,7 @@ from transport.messages import (
     PlanStep,
     RewardSpec,
     TrajectoryAck,
+    TrajectoryAcks,
     TrajectoryPut,
     TrajectoryRefused,
     WeightsPlan,
@@ -94,6 +97,8 @@ class AgentMachine(RuleBasedStateMachine):
                 rewards=("exact",),
                 spool_bytes=5000,
                 upload_window_bytes=1500,
+                whole_body_bytes=1000,
+                upload_offers=2,
                 max_held=12,
                 attempt_timeout_s=200.0,
                 linger_s=3.0,
@@ -214,6 +219,11 @@ class AgentMachine(RuleBasedStateMachine):
                 self.upto[request.policy] = request.upto
             case ToTrajectoryLog(summary=summary):
                 assert summary.attempt in self.spool
+                assert summary.size_bytes <= 1000
+                assert self.log_connected
+            case OfferBodies(summaries=summaries):
+                assert all(summary.attempt in self.spool for summary in summaries)
+                assert all(summary.size_bytes > 1000 for summary in summaries)
                 assert self.log_connected
             case Exit(status=status):
                 assert status == 0
@@ -348,7 +358,7 @@ class AgentMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.spool)
-    @rule(index=INDEX, outcome=st.sampled_from(["ack", "refused", "unsent", "wrong"]))
+    @rule(index=INDEX, outcome=st.sampled_from(["ack", "acks", "refused", "unsent", "wrong"]))
     def answered(self, index: int, outcome: str) -> None:
         name = self.pick(list(self.spool), index)
         digest = self.spool[name].digest
@@ -361,9 +371,12 @@ class AgentMachine(RuleBasedStateMachine):
             assert name in self.spool
             return
         self.allowed_drops.add(digest)
-        self.spoken[name] = "acknowledged" if outcome == "ack" else "failed"
+        self.spoken[name] = "acknowledged" if outcome in ("ack", "acks") else "failed"
         if outcome == "ack":
             self.feed(FromTrajectoryLog(message=TrajectoryAck(attempt=name, digest=digest)))
+        elif outcome == "acks":
+            bodies = (BodyRef(attempt=name, digest=digest),)
+            self.feed(FromTrajectoryLog(message=TrajectoryAcks(bodies=bodies)))
         else:
             refused = TrajectoryRefused(attempt=name, digest=digest, code="c", message="m")
             self.feed(FromTrajectoryLog(message=refused))

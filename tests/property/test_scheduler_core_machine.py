@@ -3,13 +3,15 @@
 After every event the core checks all of its invariants (``Scene.feed``) and its rows must be all
 that a new life needs; the world checks what was promised to it (``core_world.World``): nothing is
 trained on twice along a lineage, no lag beyond the bound, no body released too early, no revoked
-attempt wins. At the end, left in peace, the run finishes and everything is given back.
+attempt wins, every external job ends with one numbered result whose body is kept until it is
+confirmed (``core_world_people``). At the end, left in peace, the run finishes and everything is
+given back.
 """
 
 import os
 
 from core_builders import make_run
-from core_world import World
+from core_world_people import PeopleWorld
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler.core.settings import TRAJECTORY_LOG, WEIGHT_STORE
 
 AGENTS = st.sampled_from(["a0", "a1"])
+ORDERS = st.sampled_from(["drain", "cordon", "uncordon", "quarantine", "release"])
 PLACES = st.integers(0, 3)
 PEERS = st.sampled_from(["a0", "a1", "t", "t", TRAJECTORY_LOG, WEIGHT_STORE])
 
@@ -36,6 +39,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         placement=st.sampled_from(["finish-time", "finish-time", "least-outstanding"]),
         shortlist=st.sampled_from([1, 64]),
         republish=st.booleans(),
+        max_attempts=st.sampled_from([1, 50]),
         seed=st.integers(0, 3),
     )
     def start(
@@ -49,6 +53,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         placement,
         shortlist,
         republish,
+        max_attempts,
         seed,
     ) -> None:
         spec = make_run(
@@ -56,15 +61,17 @@ class SchedulerWorld(RuleBasedStateMachine):
             policy={"steps": 3, "batch_groups": batch, "max_policy_lag": lag},
             workflow={"group_size": group},
             evaluation=evaluation,
-            max_attempts=50,
+            max_attempts=max_attempts,
         )
-        self.world = World(
+        self.world = PeopleWorld(
             spec,
             seed=seed,
             republish=republish,
             prefetch_groups=prefetch,
             placement=placement,
             shortlist=shortlist,
+            max_dead_letters=3,
+            remembered_results=2,
         )
         self.stopped = False
 
@@ -162,6 +169,26 @@ class SchedulerWorld(RuleBasedStateMachine):
     @rule(command=st.sampled_from(["pause", "resume"]))
     def operator_commands(self, command) -> None:
         self.world.commanded(command)
+
+    @rule(number=PLACES, deadline_s=st.sampled_from([0.0, 0.0, 5.0]), pin=st.integers(-2, 1))
+    def submitter_submits(self, number, deadline_s, pin) -> None:
+        self.world.submits(number, deadline_s, pin)
+
+    @rule(number=PLACES)
+    def submitter_cancels(self, number) -> None:
+        self.world.cancels(number)
+
+    @rule(limit=st.integers(1, 3))
+    def submitter_fetches(self, limit) -> None:
+        self.world.fetches(limit)
+
+    @rule(agent=AGENTS, order=ORDERS)
+    def operator_orders(self, agent, order) -> None:
+        self.world.orders(agent, order)
+
+    @rule()
+    def operator_replays(self) -> None:
+        self.world.replays()
 
     @precondition(lambda self: not self.stopped)
     @rule(at=st.integers(0, 9))

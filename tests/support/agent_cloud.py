@@ -17,6 +17,7 @@ from transport.errors import LinkClosed, LinkError
 from transport.keys import DeploymentKeys, Peer, create_keys
 from transport.links import Hub, LinkOptions, Network
 from transport.messages import (
+    WORK_PLANES,
     Chunk,
     ChunkRequest,
     Goodbye,
@@ -43,6 +44,7 @@ from transport.weights.publication import Publication, build_delta_version, buil
 from transport.weights.tensors import TensorBytes
 
 POLICY = "run/solver"
+WAIT_S = 10.0
 M = TypeVar("M", bound=Message)
 
 
@@ -77,7 +79,7 @@ class AgentCloud:
         self._ports = dict.fromkeys(Plane, 0)
 
     async def __aenter__(self) -> "AgentCloud":
-        for plane in Plane:
+        for plane in WORK_PLANES:
             self.listen(plane)
         return self
 
@@ -308,3 +310,19 @@ class AgentCloud:
                 hub.send(route, encode(message, payload or ()))
         except LinkError:
             return  # the agent is gone; what matters is said again
+
+
+class Life:
+    """One life of the agent: stopped in order, or cut off as by a crash."""
+
+    def __init__(self, cloud: AgentCloud, **options: Any) -> None:
+        self.stop: asyncio.Event = options.pop("stop", None) or asyncio.Event()
+        self.task = cloud.start(self.stop, **options)
+
+    async def end(self) -> int:
+        self.stop.set()
+        return await asyncio.wait_for(self.task, WAIT_S)
+
+    async def crash(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)

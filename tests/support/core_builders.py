@@ -172,7 +172,7 @@ class Scene:
         self.effects: list[Effect] = []
         self.offers: dict[str, LeaseOffer] = {}
         self.offered_to: dict[str, str] = {}
-        self._requests = 0
+        self.requests = 0
         self.core = self._new_core()
 
     def feed(self, event: Event) -> list[Effect]:
@@ -225,13 +225,16 @@ class Scene:
     def commanded(self, command: Any, run: str = RUN) -> CommandReply:
         return self.asked(RunCommand(run=run, command=command))
 
-    def asked(self, message: Message) -> Any:
-        self._requests += 1
-        effects = self.feed(FromOperator("op", self._requests, message))
+    def asked(self, message: Message, peer: str = "op") -> Any:
+        effects = self.asks(message, peer)
         replies = [effect for effect in effects if isinstance(effect, Reply)]
-        assert len(replies) == 1
-        assert replies[0].request == self._requests
+        assert [reply.request for reply in replies] == [self.requests]
         return replies[0].message
+
+    def asks(self, message: Message, peer: str = "op") -> list[Effect]:
+        """A request that may be answered later (``replies``)."""
+        self.requests += 1
+        return self.feed(FromOperator(peer, self.requests, message))
 
     def joined(self, agent: str = "a", incarnation: int = 1, **hello: Any) -> list[Effect]:
         return self.feed(FromAgent(agent, make_agent_hello(incarnation, **hello)))
@@ -382,14 +385,19 @@ def grants(effects: list[Effect]) -> list[BatchGrant]:
     return messages(effects, BatchGrant)
 
 
+def replies(effects: list[Effect]) -> list[Any]:
+    return [effect.message for effect in effects if isinstance(effect, Reply)]
+
+
 def released(effects: list[Effect]) -> list[str]:
     return [digest for m in messages(effects, BodiesReleased) for digest in m.digests]
 
 
 def make_scene(**changes: Any) -> Scene:
-    """A submitted run with version 0 stored, its trainer waiting and its items produced."""
+    """A submitted run with version 0 stored, its trainer waiting and its items produced; ``kind``
+    is the class of scene."""
     spec = changes.pop("run", None) or make_run()
-    scene = Scene(**changes)
+    scene: Scene = changes.pop("kind", Scene)(**changes)
     scene.submitted(spec)
     for name in spec.policies:
         scene.version_stored(0, policy=f"{spec.name}/{name}")

@@ -22,6 +22,8 @@ from transport.messages import (
     BatchGrant,
     BatchRequest,
     CheckpointReport,
+    DrainOrder,
+    Goodbye,
     GroupUnusable,
     Heartbeat,
     HeartbeatReply,
@@ -50,7 +52,12 @@ class World(LinkedWorld):
         if not agent.alive:
             return
         held = tuple(
-            HeldAttempt(attempt=id, fence=h.offer.fence, spooled=h.summary is not None)
+            HeldAttempt(
+                attempt=id,
+                fence=h.offer.fence,
+                spooled=h.summary is not None,
+                started=bool(h.first),
+            )
             for id, h in agent.held.items()
         )
         if not agent.welcome:
@@ -60,7 +67,13 @@ class World(LinkedWorld):
             self._say(name, hello)
             return
         versions = {policy: make_ref(policy, v) for policy, v in agent.versions.items()}
-        self._say(name, Heartbeat(sequence=1, sent_s=0.0, held=held, versions=versions))
+        beat = Heartbeat(
+            sequence=1, sent_s=0.0, held=held, versions=versions, draining=agent.draining
+        )
+        self._say(name, beat)
+        if agent.draining and not held:
+            self._say(name, Goodbye(reason="drained"))
+            agent.alive = agent.draining = False
 
     def agent_updates(self, name: str, policy: str) -> bool:
         """The agent fetches a newer version, unless pinned work keeps it back."""
@@ -123,7 +136,7 @@ class World(LinkedWorld):
     def agent_dies(self, name: str) -> None:
         self.cut(name)
         agent = self.agents[name]
-        agent.alive = False
+        agent.alive = agent.draining = False
         agent.held = {id: h for id, h in agent.held.items() if h.summary is not None}
 
     def agent_returns(self, name: str) -> None:
@@ -145,6 +158,8 @@ class World(LinkedWorld):
                 agent.versions = {p: v for p, v in agent.versions.items() if p in policies}
             case HelloRequired():
                 agent.welcome = False
+            case DrainOrder():
+                agent.draining = True
             case LeaseOffer():
                 self._offered(agent, message)
             case LeaseRevoke(attempt=id):
@@ -157,6 +172,8 @@ class World(LinkedWorld):
         reason = ""
         if any(agent.versions.get(p, -1) > v for p, v in offer.pinned.items()):
             reason = "version_passed"
+        elif agent.draining:
+            reason = "draining"
         elif self.rng.random() < 0.1:
             reason = "full"
         elif any(policy not in agent.versions for policy in offer.policies.values()):

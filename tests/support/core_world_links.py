@@ -61,6 +61,7 @@ class Agent:
     incarnation: int = 1
     alive: bool = True
     welcome: bool = False
+    draining: bool = False
     held: dict[str, Held] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     hosted: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import msgspec
+from golden_jobs import JOB_SAMPLES
 
 from transport.envelope import KIND_OF, encode
 from transport.messages import (
@@ -24,11 +25,14 @@ from transport.messages import (
     BodiesGone,
     BodiesReleased,
     Body,
+    BodyRef,
     BodyRequest,
     CheckpointReport,
     Chunk,
     ChunkRequest,
     CommandReply,
+    EnrolReply,
+    EnrolRequest,
     Goodbye,
     GroupRef,
     GroupSummary,
@@ -44,15 +48,21 @@ from transport.messages import (
     LeaseReply,
     LeaseRevoke,
     Message,
+    NextServerKey,
+    OfferedBody,
+    PartialRef,
     Ping,
     PlanStep,
     Pong,
+    Probe,
+    ProbeReply,
     Refuse,
     RewardSpec,
     Role,
     RunCommand,
     RunState,
     RunSubmit,
+    SignerCertificate,
     StatusReply,
     StatusRequest,
     StepReport,
@@ -60,6 +70,8 @@ from transport.messages import (
     TrainerInventory,
     TrajectoriesStored,
     TrajectoryAck,
+    TrajectoryAcks,
+    TrajectoryOffer,
     TrajectoryPut,
     TrajectoryRefused,
     VersionAccepted,
@@ -92,6 +104,7 @@ ATTEMPT = JOB + "#2"
 FENCE = (3, 170)
 DIGEST = "1f" * 32
 SIGNATURE = bytes(range(64))
+SIGNER = SignerCertificate(policy=POLICY, verify_key="ab" * 32, signature=SIGNATURE)
 
 HELD = HeldAttempt(attempt=ATTEMPT, fence=FENCE, spooled=True)
 SERVED = {POLICY: VersionRef(version=12, digest=DIGEST)}
@@ -196,6 +209,7 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
             incarnation=4,
             build="0.1.0",
             features=("zstd",),
+            process="0f" * 16,
             agent=AgentInventory(
                 slots=8,
                 hardware="h100",
@@ -220,6 +234,7 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
             run=RUN,
             highest_version=41,
             stopping=True,
+            signers=(SIGNER,),
         ),
         (),
     ),
@@ -242,11 +257,18 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
             bytes_up=1000,
             bytes_down=2**40,
             draining=True,
+            wall_s=1.7e9,
+            clock_offset_s=-0.25,
         ),
         (),
     ),
-    (HeartbeatReply(sequence=9, sent_s=100.5, unknown=(ATTEMPT,)), ()),
-    (HostedPolicies(policies=(POLICY,)), ()),
+    (
+        HeartbeatReply(
+            sequence=9, sent_s=100.5, unknown=(ATTEMPT,), received_s=1.7e9, replied_s=1.7e9 + 0.5
+        ),
+        (),
+    ),
+    (HostedPolicies(policies=(POLICY,), signers=(SIGNER,)), ()),
     (
         LeaseOffer(
             attempt=ATTEMPT,
@@ -264,6 +286,7 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
             seed=2**63,
             lease_s=120.0,
             pinned={POLICY: 12},
+            resume=PartialRef(digest=DIGEST, turns=2),
         ),
         (),
     ),
@@ -314,10 +337,21 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
     (RunSubmit(run=RUN), ()),
     (RunCommand(run="arithmetic", command="stop"), ()),
     (CommandReply(ok=False, code="config", message="no such run"), ()),
-    (StatusRequest(), ()),
+    (StatusRequest(agents_after="london"), ()),
     (StatusReply(status=STATUS), ()),
-    (TrajectoryPut(summary=SUMMARY), (b"fftg\x01 packed",)),
+    (TrajectoryPut(summary=SUMMARY, cumulative=True), (b"fftg\x01 packed",)),
     (TrajectoryAck(attempt=ATTEMPT, digest=DIGEST), ()),
+    (
+        TrajectoryOffer(
+            bodies=(
+                OfferedBody(
+                    summary=SUMMARY, chunk_bytes=262_144, chunk_digests=(bytes(range(16)),)
+                ),
+            )
+        ),
+        (),
+    ),
+    (TrajectoryAcks(bodies=(BodyRef(attempt=ATTEMPT, digest=DIGEST),)), ()),
     (TrajectoryRefused(attempt=ATTEMPT, digest=DIGEST, code="integrity", message="no"), ()),
     (BodyRequest(digests=(DIGEST,)), ()),
     (Body(digest=DIGEST), (b"fftg\x01 packed",)),
@@ -362,6 +396,51 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
         (),
     ),
     (Chunk(digest=DIGEST, index=300, part_bytes=65536), (b"\x00\xff" * 8,)),
+    *JOB_SAMPLES,
+)
+
+SAMPLES += (
+    (
+        EnrolRequest(
+            token="0123456789abcdef",  # noqa: S106 - of no deployment
+            secret="5" * 64,
+            name="spot-7",
+            protocol=1,
+            build="1.0",
+        ),
+        (),
+    ),
+    (
+        EnrolReply(
+            name="spot-7",
+            role=Role.AGENT,
+            control_port=7700,
+            trajectories_port=7701,
+            weights_port=7702,
+            server_key="rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7",
+            root_key="ab" * 32,
+        ),
+        (),
+    ),
+    (Probe(sequence=3, sent_s=1700000000.25), ()),
+    (
+        ProbeReply(
+            sequence=3,
+            sent_s=1700000000.25,
+            received_s=1700000001.5,
+            replied_s=1700000001.75,
+            build="1.0",
+            name="spot-7",
+            known=True,
+        ),
+        (),
+    ),
+    (
+        NextServerKey(
+            public_key="rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", signature=b"\x05" * 64
+        ),
+        (),
+    ),
 )
 
 _LENGTH = struct.Struct("<I")

@@ -24,6 +24,7 @@ from transport.keys import DeploymentKeys, Peer, create_keys
 from transport.links import Hub, LinkOptions
 from transport.memory_links import MemoryNetwork
 from transport.messages import (
+    WORK_PLANES,
     BatchGrant,
     Body,
     BodyRequest,
@@ -132,7 +133,7 @@ class TrainerCloud:
     async def __aenter__(self) -> "TrainerCloud":
         peer = Peer(name="trainer-run-solver", role=Role.TRAINER, policy=POLICY)
         public = self.keys.trainers[POLICY].public_key
-        for plane in Plane:
+        for plane in WORK_PLANES:
             hub = self.network.hub(
                 "tcp://127.0.0.1:0",
                 LinkOptions.for_plane(plane),

@@ -12,6 +12,7 @@ from agent_story import (
 
 from edge_agent.core.effects import (
     DropSpooled,
+    OfferBodies,
     RemakeLink,
     ToTrajectoryLog,
 )
@@ -25,10 +26,16 @@ from edge_agent.core.events import (
 )
 from transport.messages import (
     AttemptFailed,
+    BodyRef,
+    ChunkRequest,
+    GroupSummary,
     HeldAttempt,
     Hello,
+    OfferedBody,
     Plane,
     TrajectoryAck,
+    TrajectoryAcks,
+    TrajectoryOffer,
     TrajectoryPut,
     TrajectoryRefused,
 )
@@ -108,3 +115,55 @@ def test_a_body_lost_on_disk_fails_its_attempt() -> None:
     effects = story.feed(lost)
     assert one(DropSpooled, effects).digest == digest
     assert said(AttemptFailed, effects)[0].code == "integrity.checksum"
+
+
+BIG = 100_000
+
+
+def big(number: int, size_bytes: int = BIG) -> GroupSummary:
+    return summary(offer(number), size_bytes)
+
+
+def test_large_bodies_are_offered_together_and_do_not_count_in_the_window() -> None:
+    story = Story(spooled=(big(1), summary(offer(2)), big(3)), upload_window_bytes=1000)
+    effects = story.feed(Tick())
+    assert one(OfferBodies, effects).summaries == (big(1), big(3))
+    assert one(ToTrajectoryLog, effects).summary == summary(offer(2))
+    assert story.core.status().unacked_bytes == 2 * BIG + 1000
+    assert len(of(OfferBodies, Story(tuple(map(big, range(5))), upload_offers=2).feed(Tick()))) == 1
+
+
+def test_one_message_acknowledges_many_bodies_in_order_and_ignores_strangers() -> None:
+    spooled = (big(1), summary(offer(2)), big(3))
+    story = Story(spooled=spooled).up()
+    refs = [BodyRef(attempt=s.attempt, digest=s.digest) for s in (spooled[2], spooled[0])]
+    stranger = BodyRef(attempt=spooled[1].attempt, digest="another")
+    effects = story.feed(FromTrajectoryLog(message=TrajectoryAcks(bodies=(*refs, stranger))))
+    assert [drop.digest for drop in of(DropSpooled, effects)] == [r.digest for r in refs]
+    assert story.core.status().spooled == 1
+    assert story.core.status().counters["ack.unknown"] == 1
+
+
+def test_a_request_for_a_chunk_is_a_sign_of_life_and_silence_offers_again() -> None:
+    story = Story(spooled=(big(1),)).up()
+    for _ in range(4):
+        story.wait(20.0)
+        request = ChunkRequest(digest=big(1).digest, indices=(0,))
+        assert RemakeLink(plane=Plane.TRAJECTORIES) not in story.feed(
+            FromTrajectoryLog(message=request)
+        )
+    effects = story.wait(31.0)
+    assert RemakeLink(plane=Plane.TRAJECTORIES) in effects
+    assert one(OfferBodies, effects).summaries == (big(1),)
+
+
+def test_a_new_link_gets_every_offer_again_and_a_refused_one_a_little_later() -> None:
+    story = Story(spooled=(big(1), big(2))).up()
+    story.feed(LinkDown(plane=Plane.TRAJECTORIES))
+    up = story.feed(LinkUp(plane=Plane.TRAJECTORIES))
+    assert len(one(OfferBodies, up).summaries) == 2
+    message = TrajectoryOffer(
+        bodies=(OfferedBody(summary=big(1), chunk_bytes=65_536, chunk_digests=()),)
+    )
+    assert story.feed(SendFailed(plane=Plane.TRAJECTORIES, message=message)) == []
+    assert one(OfferBodies, story.wait(0.2)).summaries == (big(1),)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from publisher import weights
 
-from cloud_trainer.chunk_service import ChunkService
 from cloud_trainer.outbox import Outbox
+from transport.chunk_service import ChunkService
 from transport.envelope import LIMITS, decode
 from transport.keys import SigningKey
 from transport.links import LinkOptions

@@ -3,9 +3,17 @@
 import pytest
 
 from transport.chunk_exchange import NO_ANSWER, RELAY_TIMEOUT_S, WRONG_CHUNK, ChunkExchange
-from transport.chunk_parts import ChunkSource, Place, WantedChunk, part_bytes_for, place_of
+from transport.chunk_parts import (
+    ChunkSource,
+    Place,
+    WantedChunk,
+    ahead_of,
+    part_bytes_for,
+    place_of,
+)
 from transport.chunks import ChunkFetcher
 from transport.delivery_window import FIRST_TIMEOUT_S, DeliveryWindow
+from transport.messages import Ahead
 from transport.weights.manifest import chunk_digest, describe_file
 
 CHUNK = 1000
@@ -466,3 +474,92 @@ def test_the_order_of_sources_does_not_matter(relays):
     names = [RELAY, OTHER][:relays]
     fetcher = fetch(entry, sources=[*names, ORIGIN])
     assert set(where(fetcher.next_requests(0.0))) <= set(names)
+
+
+def test_what_comes_ahead_is_the_first_bytes_in_pieces_of_the_link():
+    large, _ = file(3 * LARGE + 7, chunk_bytes=LARGE)
+    small, _ = file(1500, fill=2)
+
+    def ahead(ahead_bytes, piece_bytes):
+        found = ahead_of([large, small], ahead_bytes=ahead_bytes, piece_bytes=piece_bytes)
+        return [(each.digest, each.indices, each.part_bytes) for each in found]
+
+    assert ahead(0, LARGE) == []
+    assert ahead(LARGE - 1, LARGE) == []
+    assert ahead(LARGE, LARGE) == [(large.digest, (0,), 0)]
+    half = LARGE // 2
+    assert ahead(3 * half, half) == [(large.digest, (0, 1, 2), half)]
+    everything = ahead(1 << 30, half)
+    assert everything == [
+        (large.digest, (0, 1, 2, 3, 4, 5), half),
+        (large.digest, (3,), 0),  # a short last chunk stays whole
+        (small.digest, (0, 1), 0),
+    ]
+    many, _ = file(100 * 64 * KIB, chunk_bytes=64 * KIB)
+    batches = ahead_of([many], ahead_bytes=1 << 30, piece_bytes=0)
+    assert [len(each.indices) for each in batches] == [64, 36]
+
+
+def test_what_comes_unasked_is_not_asked_for_and_says_nothing_about_the_link():
+    entry, data = file(3 * LARGE, chunk_bytes=LARGE)
+    window = DeliveryWindow()
+    fetcher = fetch(entry, sources=[source(ORIGIN, window)])
+    (ahead,) = ahead_of([entry], ahead_bytes=5 * 64 * KIB, piece_bytes=64 * KIB)
+    fetcher.coming(ORIGIN, ahead, 0.0)
+    assert fetcher.outstanding_bytes(ORIGIN) == 5 * 64 * KIB
+    rest = [(i, r.part_bytes) for _, r in fetcher.next_requests(0.0) for i in r.indices]
+    assert rest == [(i, 64 * KIB) for i in range(5, 12)]
+    part = 64 * KIB
+    for index in range(12):
+        piece = data[index * part : (index + 1) * part]
+        fetcher.chunk_arrived(ORIGIN, entry.digest, index, part, piece, 0.5)
+        assert (window.min_rtt_s is None) == (index < 5)
+    assert fetcher.done
+    assert fetcher.counters.unknown == fetcher.counters.duplicate == 0
+
+
+def test_what_does_not_come_though_it_was_said_to_is_asked_for():
+    entry, data = file(2500)
+    fetcher = fetch(entry)
+    fetcher.coming(ORIGIN, Ahead(digest=entry.digest, indices=(0, 2)), 0.0)
+    assert asked(fetcher.next_requests(0.0)) == [(entry.digest, 1)]
+    give(fetcher, entry, data, 1)
+    assert fetcher.next_requests(1.0) == []
+    assert asked(fetcher.next_requests(FIRST_TIMEOUT_S + 1)) == [
+        (entry.digest, 0),
+        (entry.digest, 2),
+    ]
+    # Nor after the connection broke.
+    fetcher = fetch(entry)
+    fetcher.coming(ORIGIN, Ahead(digest=entry.digest, indices=(0, 1, 2)), 0.0)
+    fetcher.source_up(ORIGIN)
+    assert len(asked(fetcher.next_requests(0.1))) == 3
+
+
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        Ahead(digest="another", indices=(0,)),
+        Ahead(digest="", indices=(3, 1 << 50)),
+        Ahead(digest="", indices=(0,), part_bytes=64 * KIB),
+        Ahead(digest="", indices=(0,), part_bytes=7),
+        Ahead(digest="", indices=()),
+    ],
+)
+def test_what_cannot_come_ahead_changes_nothing(ahead):
+    entry, _ = file(2500)
+    fetcher = fetch(entry)
+    digest = ahead.digest or entry.digest
+    named = Ahead(digest=digest, indices=ahead.indices, part_bytes=ahead.part_bytes)
+    fetcher.coming(ORIGIN, named, 0.0)
+    assert fetcher.outstanding_bytes(ORIGIN) == 0
+    assert len(asked(fetcher.next_requests(0.0))) == 3
+
+
+def test_a_relay_sends_nothing_unasked():
+    entry, _ = file(2500)
+    fetcher = fetch(entry, sources=[ORIGIN, RELAY])
+    fetcher.coming(RELAY, Ahead(digest=entry.digest, indices=(0,)), 0.0)
+    assert fetcher.outstanding_bytes(RELAY) == 0
+    fetcher.coming(ORIGIN, Ahead(digest=entry.digest, indices=(0,)), 0.0)
+    assert where(fetcher.next_requests(0.0)) == {RELAY: [1, 2]}

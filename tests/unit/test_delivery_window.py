@@ -5,7 +5,7 @@ from itertools import zip_longest
 
 import pytest
 
-from transport.chunk_parts import ChunkSource
+from transport.chunk_parts import ChunkSource, ahead_of
 from transport.chunks import ChunkFetcher
 from transport.delivery_window import (
     MIN_PIECE_BYTES,
@@ -46,8 +46,15 @@ class Path:
         self.worst_queue_s = 0.0
         self.largest_piece = 0
 
-    def fetch(self, *windows: DeliveryWindow, size_bytes: int, queue_after_s: float = 0.0) -> float:
-        """Seconds until every window's own fetch is complete; all begin at the same moment."""
+    def fetch(
+        self,
+        *windows: DeliveryWindow,
+        size_bytes: int,
+        queue_after_s: float = 0.0,
+        ahead: bool = False,
+    ) -> float:
+        """Seconds until every window's own fetch is complete; all begin at the same moment, with
+        what they want to ask for or, ``ahead``, with what the other end sends on its own."""
         began = self.now
         self.free_at = max(self.free_at, began)
         flows = [
@@ -85,6 +92,22 @@ class Path:
             at = self.free_at + self.rtt_s / 2
             heapq.heappush(arrivals, (at, sent, number, index, digest, part_bytes, size))
 
+        if ahead:
+            self.now += self.rtt_s / 2  # when what was said to come is known
+            for number, (flow, window) in enumerate(zip(flows, windows, strict=True)):
+                for each in ahead_of(
+                    [zeros(size_bytes)],
+                    ahead_bytes=window.limit_bytes(),
+                    piece_bytes=window.piece_bytes(),
+                ):
+                    flow.coming(0, each, self.now)
+                    for index in each.indices:
+                        part = each.part_bytes or CHUNK
+                        size = min(part, size_bytes - index * part)
+                        self.free_at += size / self.bytes_s
+                        sent += 1
+                        found = (number, index, each.digest, each.part_bytes, size)
+                        heapq.heappush(arrivals, (self.free_at + self.rtt_s / 2, sent, *found))
         first = [pieces(number) for number in range(len(flows))]
         for turn in zip_longest(*first):  # a sender that is fair to all
             for piece in filter(None, turn):
@@ -111,6 +134,31 @@ def test_four_megabytes_take_at_most_a_quarter_longer_than_the_link_needs(bytes_
     # Nobody knows what a path carries before the first answer: a cold gigabit path starts late.
     allowed = 1.3 if rtt_s == 0.02 and not warm else 1.25 if not warm else 1.1
     assert took_s <= allowed * (size / bytes_s + rtt_s)
+
+
+@pytest.mark.parametrize(("bytes_s", "rtt_s"), LINKS)
+def test_bytes_that_come_unasked_save_the_round_trip_of_asking(bytes_s, rtt_s):
+    path, window, size = Path(rtt_s=rtt_s, bytes_s=bytes_s), DeliveryWindow(), 4_000_000
+    cold_s = path.fetch(window, size_bytes=size, ahead=True)
+    assert cold_s <= 1.12 * (size / bytes_s + rtt_s)
+    path.fetch(window, size_bytes=8 * size, ahead=True)
+    warm_s = path.fetch(window, size_bytes=size, ahead=True)
+    assert warm_s <= size / bytes_s + rtt_s
+
+
+def test_a_burst_that_was_not_asked_for_does_not_make_the_window_large():
+    window = DeliveryWindow()
+    for number in range(20):
+        window.delivered_unasked(MIN_PIECE_BYTES, now=1.0 + 1e-4 * number)  # 650 MB/s
+    assert window.limit_bytes() == START_BYTES  # too short a train
+    for number in range(20):
+        window.delivered_unasked(MIN_PIECE_BYTES, now=1.002 + 1e-4 * number)
+    assert window.limit_bytes() == 2 * START_BYTES
+    assert (window.min_rtt_s, window.rate_bytes_s) == (None, 0.0)
+    slow = DeliveryWindow()
+    for number in range(20):
+        slow.delivered_unasked(MIN_PIECE_BYTES, now=0.01 * number)  # 6.5 MB/s
+    assert slow.limit_bytes() == START_BYTES
 
 
 def test_eight_agents_share_a_link_without_loss_of_time():

@@ -321,7 +321,7 @@ def test_secrets_and_their_folder_are_closed_to_others(tmp_path):
     folder = tmp_path / "keys"
     create_keys(folder, agents=["paris"], trainers=[POLICY])
     assert mode(folder) == mode(folder / "signing") == 0o700
-    public = {"server.public.toml"}
+    public = {"server.public.toml", "root.public.toml"}
     for path in [*folder.glob("*.toml"), *(folder / "signing").glob("*.toml")]:
         assert mode(path) == (0o644 if path.name in public else 0o600)
     for path in [*(folder / "authorized").iterdir(), *(folder / "signers").iterdir()]:

@@ -8,12 +8,12 @@ from transport.permissions import HUB_ROLE, PERMISSIONS, may_send, may_send_at_r
 C, T, W = Plane.CONTROL, Plane.TRAJECTORIES, Plane.WEIGHTS
 AGENT, TRAINER, SERVICE = Role.AGENT, Role.TRAINER, Role.SERVICE
 OPERATOR, VIEWER, SCHEDULER = Role.OPERATOR, Role.VIEWER, Role.SCHEDULER
-RELAY = Role.RELAY
+RELAY, SUBMITTER = Role.RELAY, Role.SUBMITTER
 
 MEANT: dict[str, set[tuple[Role, Plane]]] = {
     "Hello": {(AGENT, C), (TRAINER, C), (SERVICE, C)},
     "Welcome": {(SCHEDULER, C)},
-    "Refuse": {(SCHEDULER, C), (SERVICE, T), (SERVICE, W)},
+    "Refuse": {(SCHEDULER, C), (SCHEDULER, Plane.ENROLMENT), (SERVICE, T), (SERVICE, W)},
     "HelloRequired": {(SCHEDULER, C)},
     "Ping": {(TRAINER, C), (SERVICE, C)},
     "Pong": {(SCHEDULER, C)},
@@ -21,11 +21,22 @@ MEANT: dict[str, set[tuple[Role, Plane]]] = {
     "Heartbeat": {(AGENT, C)},
     "HeartbeatReply": {(SCHEDULER, C)},
     "HostedPolicies": {(SCHEDULER, C)},
+    "EnrolRequest": {(AGENT, Plane.ENROLMENT)},
+    "EnrolReply": {(SCHEDULER, Plane.ENROLMENT)},
+    "Probe": {(AGENT, C)},
+    "ProbeReply": {(SCHEDULER, C)},
+    "NextServerKey": {(SCHEDULER, C)},
     "LeaseOffer": {(SCHEDULER, C)},
     "LeaseReply": {(AGENT, C)},
     "LeaseRevoke": {(SCHEDULER, C)},
     "AttemptFailed": {(AGENT, C)},
     "VersionServing": {(AGENT, C)},
+    "LeaseOffers": {(SCHEDULER, C)},
+    "LeaseReplies": {(AGENT, C)},
+    "LeaseRecall": {(SCHEDULER, C)},
+    "DrainOrder": {(SCHEDULER, C)},
+    "AgentLogRequest": {(SCHEDULER, C)},
+    "AgentLog": {(AGENT, C)},
     "BatchRequest": {(TRAINER, C)},
     "BatchGrant": {(SCHEDULER, C)},
     "GroupUnusable": {(TRAINER, C)},
@@ -43,18 +54,35 @@ MEANT: dict[str, set[tuple[Role, Plane]]] = {
     "CommandReply": {(SCHEDULER, C)},
     "StatusRequest": {(OPERATOR, C), (VIEWER, C)},
     "StatusReply": {(SCHEDULER, C)},
+    "JobSubmit": {(SUBMITTER, C)},
+    "JobReceipts": {(SCHEDULER, C)},
+    "JobCancel": {(SUBMITTER, C)},
+    "ResultsRequest": {(SUBMITTER, C)},
+    "Results": {(SCHEDULER, C)},
+    "ExplainRequest": {(OPERATOR, C), (VIEWER, C)},
+    "Explanation": {(SCHEDULER, C)},
+    "EventsRequest": {(OPERATOR, C), (VIEWER, C)},
+    "Events": {(SCHEDULER, C)},
+    "AgentOrder": {(OPERATOR, C)},
+    "DeadLettersRequest": {(OPERATOR, C)},
+    "DeadLetters": {(SCHEDULER, C)},
+    "JobReplay": {(OPERATOR, C)},
+    "AgentLogsRequest": {(OPERATOR, C)},
+    "AgentLogs": {(SCHEDULER, C)},
     "TrajectoryPut": {(AGENT, T)},
     "TrajectoryAck": {(SERVICE, T)},
+    "TrajectoryAcks": {(SERVICE, T)},
+    "TrajectoryOffer": {(AGENT, T)},
     "TrajectoryRefused": {(SERVICE, T)},
-    "BodyRequest": {(TRAINER, T)},
+    "BodyRequest": {(TRAINER, T), (SUBMITTER, T)},
     "Body": {(SERVICE, T)},
     "VersionOffer": {(TRAINER, W)},
     "VersionDurable": {(SERVICE, W)},
     "VersionRejected": {(SERVICE, W)},
     "WeightsRequest": {(AGENT, W)},
     "WeightsPlan": {(SERVICE, W)},
-    "ChunkRequest": {(AGENT, W), (RELAY, W), (SERVICE, W)},
-    "Chunk": {(TRAINER, W), (SERVICE, W)},
+    "ChunkRequest": {(AGENT, W), (RELAY, W), (SERVICE, W), (SERVICE, T)},
+    "Chunk": {(TRAINER, W), (SERVICE, W), (AGENT, T)},
 }
 
 
@@ -95,6 +123,9 @@ def test_what_a_hub_says_no_client_may_say_except_chunks():
 
 
 def test_nobody_but_its_own_hub_role_speaks_for_the_scheduler():
-    assert [key for key in PERMISSIONS if key[0] is SCHEDULER] == [(SCHEDULER, C)]
+    assert {key for key in PERMISSIONS if key[0] is SCHEDULER} == {
+        (SCHEDULER, C),
+        (SCHEDULER, Plane.ENROLMENT),
+    }
     assert all((OPERATOR, plane) not in PERMISSIONS for plane in (T, W))
     assert all((VIEWER, plane) not in PERMISSIONS for plane in (T, W))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import structlog
 
-from cloud_trainer.chunk_service import ChunkService
 from cloud_trainer.config import PublicationTable
 from cloud_trainer.core.effects import BuildVersion
 from cloud_trainer.numpy_trainer import make_numpy_model
@@ -18,6 +17,7 @@ from cloud_trainer.outbox import Outbox
 from cloud_trainer.publisher import Publisher
 from edge_agent.weight_copy import WeightCopies
 from scheduler.weight_versions import WeightVersions
+from transport.chunk_service import ChunkService
 from transport.envelope import LIMITS, decode
 from transport.errors import IntegrityError, InvariantViolation, StoreError
 from transport.keys import SigningKey

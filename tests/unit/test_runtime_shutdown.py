@@ -52,6 +52,23 @@ async def test_a_second_interrupt_ends_the_process_at_once_with_130() -> None:
     assert await child.wait() == 130
 
 
+async def test_a_second_termination_is_told_apart_and_ends_nothing_by_itself() -> None:
+    again: list[str] = []
+    with ShutdownSignal() as stop:
+        stop.on_again = lambda: again.append("again")
+        stop.request("standard input closed")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0)  # the loop's signal handler has its turn
+        await asyncio.sleep(0)
+        assert again == []
+        for count in (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(5.0):
+                while len(again) < count:
+                    await asyncio.sleep(0)
+        assert await stop.wait() == "standard input closed"
+
+
 async def test_the_end_of_standard_input_asks_for_a_stop() -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)

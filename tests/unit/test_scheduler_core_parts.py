@@ -5,7 +5,7 @@ import math
 import pytest
 
 from scheduler.core.buffers import Buffer
-from scheduler.core.context import OpenAgents, ReadyQueue, known_code
+from scheduler.core.context import known_code
 from scheduler.core.dispatch import item_seed
 from scheduler.core.estimators import (
     PRIOR_TOKEN_S,
@@ -14,7 +14,9 @@ from scheduler.core.estimators import (
     PeakEwma,
     RunEstimate,
 )
-from scheduler.core.state import Tables, Version
+from scheduler.core.queues import NamedPool, ReadyQueue, TokenBucket
+from scheduler.core.state import Version
+from scheduler.core.tables import Tables
 from scheduler.core.timers import Timers
 from scheduler.core.versions import AHEAD, VersionTree
 from transport.errors import StoreError
@@ -181,7 +183,7 @@ def test_a_run_is_expected_to_use_its_length_limit_until_it_is_known_better():
 
 
 def test_open_agents_can_be_cut_from_anywhere():
-    agents = OpenAgents()
+    agents = NamedPool()
     for name in "abcd":
         assert agents.put(name, is_open=True)
     assert not agents.put("a", is_open=True)

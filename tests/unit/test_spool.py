@@ -10,6 +10,7 @@ from edge_agent.spool import Spool
 from transport.errors import ChecksumMismatch, StoreError
 from transport.messages import GroupSummary
 from transport.trajectory import body_digest
+from transport.weights.manifest import chunk_digest
 
 LIMIT = 10_000
 
@@ -49,6 +50,35 @@ def test_what_was_put_is_there_after_a_restart_in_order(tmp_path: Path) -> None:
     summary, body = entry(1)
     again.put(summary, body)
     assert [one.attempt for one in Spool(tmp_path, LIMIT).entries()][-1] == summary.attempt
+
+
+def test_chunks_are_what_was_put_also_after_a_restart_and_damage_is_noticed(tmp_path: Path) -> None:
+    summary, body = entry(1, 600_000)
+    Spool(tmp_path, 10**6).put(summary, body)
+    spool = Spool(tmp_path, 10**6)
+    offered = spool.offer(summary)
+    assert offered is not None
+    size = spool.chunk_bytes(summary.digest)
+    assert size == offered.chunk_bytes == 256 << 10
+    chunks = [spool.read_chunk(summary.digest, number) for number in range(3)]
+    assert b"".join(chunk or b"" for chunk in chunks) == body
+    assert [chunk_digest(chunk or b"") for chunk in chunks] == list(offered.chunk_digests)
+    assert spool.read_chunk(summary.digest, 3) is None
+    assert spool.read_chunk(summary.digest, -1) is None
+    [path] = files(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    assert spool.read_chunk(summary.digest, 0) == chunks[0]
+    with pytest.raises(ChecksumMismatch, match="chunk 2 is damaged"):
+        spool.read_chunk(summary.digest, 2)
+    path.unlink()
+    with pytest.raises(StoreError, match="removed by somebody else"):
+        spool.read_chunk(summary.digest, 0)
+    spool.drop(summary.digest)
+    assert spool.read_chunk(summary.digest, 0) is None
+    assert spool.offer(summary) is None
+    assert spool.chunk_bytes(summary.digest) is None
 
 
 def test_what_was_dropped_is_gone_and_makes_room(tmp_path: Path) -> None:

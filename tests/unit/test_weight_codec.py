@@ -20,6 +20,7 @@ from transport.weights.static_streams import (
     unpack_steps,
 )
 from transport.weights.symbols import add_steps, steps_of
+from transport.weights.warming import warm
 
 ITEMS = {"BF16": 2, "F16": 2, "F32": 4, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4, "F64": 8}
 NUMBA = [
@@ -236,7 +237,7 @@ def test_after_warming_up_nothing_is_left_to_compile():
         kernels.unpack_gaps, kernels.pack_steps, kernels.unpack_steps, encode_symbols,
         decode_symbols,
     )  # fmt: skip
-    kernels.warm()
+    warm()
     before = [len(kernels.compiled(kernel).signatures) for kernel in used]
     assert all(before)
     olds, news = spans(np.random.default_rng(7), "F16", [400, 3], 0.1)

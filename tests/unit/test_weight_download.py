@@ -14,7 +14,7 @@ from transport.chunk_parts import ChunkSource, SourceId
 from transport.chunks import AcceptedChunk
 from transport.delivery_window import DeliveryWindow
 from transport.errors import PeerUnreachable
-from transport.messages import Chunk, ChunkRequest
+from transport.messages import Ahead, Chunk, ChunkRequest, WeightsRequest
 from transport.runtime.clock import SystemClock
 from transport.weights.manifest import describe_file
 
@@ -79,7 +79,12 @@ class Sources:
     def busy(self, busy: bool) -> None:
         pass
 
-    async def fetch(self, present: dict[str, frozenset[int]] | None = None) -> bytes:
+    def ahead(self) -> tuple[int, int]:
+        return 4 * CHUNK, CHUNK
+
+    async def fetch(
+        self, present: dict[str, frozenset[int]] | None = None, coming: tuple[Ahead, ...] = ()
+    ) -> bytes:
         """The file as it was kept."""
         kept = bytearray(len(FILE))
 
@@ -89,7 +94,7 @@ class Sources:
             )
 
         async with asyncio.timeout(10):
-            fetched = await self.downloads.fetch([ENTRY], present or {}, keep)
+            fetched = await self.downloads.fetch([ENTRY], present or {}, keep, coming)
         held = len((present or {}).get(ENTRY.digest, ()))
         assert fetched == len(FILE) - held * CHUNK
         return bytes(kept)
@@ -239,3 +244,51 @@ async def test_many_small_files_that_are_written_in_one_go_are_all_taken(sources
         await sources.downloads.fetch(entries, {}, lambda a: kept.append(a.entry.digest))
     busy.cancel()
     assert sorted(kept) == sorted(by_digest)
+
+
+@pytest.mark.asyncio
+async def test_what_came_before_its_fetch_is_taken(sources: Sources) -> None:
+    ahead = Ahead(digest=ENTRY.digest, indices=(0, 1, 2))
+    for index in ahead.indices:
+        chunk = Chunk(digest=ENTRY.digest, index=index)
+        sources.downloads.arrived(ORIGIN, chunk, [FILE[index * CHUNK : (index + 1) * CHUNK]])
+    requests: list[ChunkRequest] = []
+    honest = sources.honest(ORIGIN)
+
+    def answer(request: ChunkRequest) -> None:
+        requests.append(request)
+        honest(request)
+
+    sources.answers[ORIGIN] = answer
+    assert await sources.fetch(coming=(ahead,)) == FILE
+    assert sorted(i for request in requests for i in request.indices) == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.asyncio
+async def test_what_nobody_fetches_is_forgotten(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_download, "EARLY_BYTES", 2 * CHUNK)
+    for index in range(8):
+        sources.downloads.arrived(ORIGIN, Chunk(digest="other", index=index), [bytes(CHUNK)])
+    assert sources.downloads.early_bytes == 2 * CHUNK
+    assert await sources.fetch() == FILE
+    assert sources.downloads.early_bytes == 2 * CHUNK
+
+
+@pytest.mark.asyncio
+async def test_a_copy_with_nothing_begun_may_be_sent_the_first_bytes(sources: Sources) -> None:
+    joiner = WeightsRequest(policy="a/b", have_version=None)
+    holder = WeightsRequest(policy="a/b", have_version=3)
+    downloads = sources.downloads
+    assert downloads.requesting(joiner, policies=1) == joiner
+    asked = downloads.requesting(holder, policies=2)
+    assert (asked.ahead_bytes, asked.ahead_piece_bytes) == (2 * CHUNK, CHUNK)
+    sources.answers[ORIGIN] = lambda request: None
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await downloads.fetch([ENTRY], {}, lambda chunk: None)
+    assert downloads.requesting(holder, policies=2) == holder  # part of it may be on disk
+    sources.answers[ORIGIN] = sources.honest(ORIGIN)
+    assert await sources.fetch() == FILE
+    assert downloads.requesting(holder, policies=2) == asked

@@ -12,6 +12,7 @@ from scheduler.weight_upkeep import Asked
 from transport.envelope import LIMITS, decode
 from transport.messages import Plane, WeightsRequest
 from transport.runtime.clock import ManualClock
+from transport.weights.manifest import decode_manifest
 
 
 class Desk:
@@ -92,6 +93,28 @@ async def test_agents_of_about_the_same_speed_share_a_plan(at_desk):
     frames = [desk.planner.frames(key) for key in (*near, far)]
     assert frames[0] is frames[1]
     assert frames[0] is not frames[2]
+
+
+@pytest.mark.asyncio
+async def test_the_first_bytes_follow_a_plan_where_they_are_welcome(at_desk):
+    desk = at_desk(3)
+    welcome = {"ahead_bytes": 1 << 20, "ahead_piece_bytes": 1 << 16}
+    some, none = desk.ask(b"a", 1, **welcome), desk.ask(b"b", 1)
+    joiner, little = desk.ask(b"c", **welcome), desk.ask(b"d", 1, ahead_bytes=1)
+    await desk.until(lambda: len(desk.ready) == 4)
+    plan, _ = decode(list(desk.planner.frames(some)), LIMITS[Plane.WEIGHTS])
+    files = [
+        entry.digest
+        for step in plan.steps
+        for entry in decode_manifest(step.manifest).files
+        if entry.name in step.files
+    ]
+    assert [ahead.digest for ahead in plan.ahead] == files
+    assert files
+    assert desk.planner.sent(some) == plan.ahead
+    assert desk.planner.sent(some) == ()
+    for other in (none, joiner, little):
+        assert desk.planner.sent(other) == ()
 
 
 @pytest.mark.asyncio

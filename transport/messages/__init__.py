@@ -10,6 +10,7 @@ counter). Times are seconds, sizes bytes.
     control plane        agent, trainer, service, operator <-> rollout scheduler
     trajectories plane   agent, trainer                    <-> trajectory log
     weights plane        agent, trainer                    <-> weight store
+    enrolment plane      whoever has a token               <-> rollout scheduler
 """
 
 from transport.messages.agents import (
@@ -35,6 +36,7 @@ from transport.messages.base import (
     MAX_COUNT,
     MAX_ID_LENGTH,
     PROTOCOL_VERSION,
+    WORK_PLANES,
     AgentInventory,
     Count,
     Finite,
@@ -53,6 +55,13 @@ from transport.messages.base import (
     TrainerInventory,
     VersionRef,
     Welcome,
+)
+from transport.messages.enrolment import (
+    EnrolReply,
+    EnrolRequest,
+    NextServerKey,
+    Probe,
+    ProbeReply,
 )
 from transport.messages.jobs import (
     MAX_JOBS_PER_SUBMIT,
@@ -106,12 +115,17 @@ from transport.messages.trainers import (
 )
 from transport.messages.trajectories import (
     Body,
+    BodyRef,
     BodyRequest,
+    OfferedBody,
     TrajectoryAck,
+    TrajectoryAcks,
+    TrajectoryOffer,
     TrajectoryPut,
     TrajectoryRefused,
 )
 from transport.messages.weights import (
+    Ahead,
     Chunk,
     ChunkRequest,
     PlanStep,
@@ -128,12 +142,14 @@ __all__ = [
     "MAX_ID_LENGTH",
     "MAX_JOBS_PER_SUBMIT",
     "PROTOCOL_VERSION",
+    "WORK_PLANES",
     "AgentInventory",
     "AgentLog",
     "AgentLogRequest",
     "AgentLogs",
     "AgentLogsRequest",
     "AgentOrder",
+    "Ahead",
     "AttemptFailed",
     "AttemptRecord",
     "BatchGrant",
@@ -141,6 +157,7 @@ __all__ = [
     "BodiesGone",
     "BodiesReleased",
     "Body",
+    "BodyRef",
     "BodyRequest",
     "CheckpointReport",
     "Chunk",
@@ -151,6 +168,8 @@ __all__ = [
     "DeadLetters",
     "DeadLettersRequest",
     "DrainOrder",
+    "EnrolReply",
+    "EnrolRequest",
     "Events",
     "EventsRequest",
     "ExplainRequest",
@@ -182,11 +201,15 @@ __all__ = [
     "LeaseReply",
     "LeaseRevoke",
     "Message",
+    "NextServerKey",
+    "OfferedBody",
     "PartialRef",
     "Ping",
     "PlanStep",
     "Plane",
     "Pong",
+    "Probe",
+    "ProbeReply",
     "Refuse",
     "Results",
     "ResultsRequest",
@@ -204,6 +227,8 @@ __all__ = [
     "TrainerInventory",
     "TrajectoriesStored",
     "TrajectoryAck",
+    "TrajectoryAcks",
+    "TrajectoryOffer",
     "TrajectoryPut",
     "TrajectoryRefused",
     "Transition",
@@ -258,6 +283,11 @@ KINDS: dict[int, type[Message]] = {
     0x42: CommandReply,
     0x43: StatusRequest,
     0x44: StatusReply,
+    0x70: EnrolRequest,
+    0x71: EnrolReply,
+    0x72: Probe,
+    0x73: ProbeReply,
+    0x74: NextServerKey,
     0x80: JobSubmit,
     0x81: JobReceipts,
     0x82: JobCancel,
@@ -278,6 +308,8 @@ KINDS: dict[int, type[Message]] = {
     0x52: TrajectoryRefused,
     0x53: BodyRequest,
     0x54: Body,
+    0x55: TrajectoryOffer,
+    0x56: TrajectoryAcks,
     0x60: VersionOffer,
     0x61: VersionDurable,
     0x62: VersionRejected,

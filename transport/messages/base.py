@@ -28,6 +28,10 @@ class Plane(StrEnum):
     ENROLMENT = "enrolment"
 
 
+WORK_PLANES = (Plane.CONTROL, Plane.TRAJECTORIES, Plane.WEIGHTS)
+"""The planes that enrolled peers work on."""
+
+
 class Role(StrEnum):
     """What a key may do. ``SERVICE`` is the scheduler's own trajectory log and weight store."""
 
@@ -88,7 +92,8 @@ class TrainerInventory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """First message on the control plane. ``incarnation`` grows with every start of the peer."""
+    """First message on the control plane. ``incarnation`` grows with every start of the peer;
+    ``process`` is drawn anew at every start and tells two boxes that have the same key apart."""
 
     role: Role
     incarnation: Count
@@ -97,6 +102,7 @@ class Hello(Message, frozen=True, kw_only=True):
     features: tuple[str, ...] = ()
     agent: AgentInventory | None = None
     trainer: TrainerInventory | None = None
+    process: Id = ""
 
 
 class SignerCertificate(msgspec.Struct, frozen=True, kw_only=True):

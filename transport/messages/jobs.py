@@ -47,7 +47,8 @@ class JobSubmit(Message, frozen=True, kw_only=True):
 
 class JobReceipt(msgspec.Struct, frozen=True, kw_only=True):
     """``known``: it was submitted before, exactly so. A refused one has a stable ``code``:
-    ``job.conflict``, ``job.invalid``, ``quota.queued``, ``quota.results``, ``run.unknown``."""
+    ``job.conflict``, ``job.invalid``, ``job.unknown`` (of a cancel), ``quota.queued``,
+    ``quota.results``, ``run.unknown``, ``run.finished``."""
 
     id: str
     state: Literal["queued", "known", "refused"]
@@ -95,7 +96,9 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(Message, frozen=True, kw_only=True):
-    """``last`` is the highest number given so far; ``open_jobs`` how many have no result yet."""
+    """``last`` is the highest number given so far; ``open_jobs`` how many have no result yet. A
+    ``last`` below the request's ``after`` says that the scheduler's store was restored from an
+    older backup: nothing was confirmed, start again from ``after`` 0."""
 
     results: tuple[JobResult, ...]
     last: int
@@ -148,7 +151,8 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Events(Message, frozen=True, kw_only=True):
-    """``missed`` transitions were forgotten before this request came. Ask again after ``last``."""
+    """``missed`` transitions were forgotten before this request came. Ask again after ``last``.
+    Numbers grow over restarts, with gaps; what a life did not send before it ended is not told."""
 
     transitions: tuple[Transition, ...]
     last: int

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from transport.messages.base import Message
+from transport.messages.base import Id, Message
 from transport.runs import RunSpec
 from transport.status import SchedulerStatus
 
@@ -25,7 +25,10 @@ class CommandReply(Message, frozen=True, kw_only=True):
 
 
 class StatusRequest(Message, frozen=True, kw_only=True):
-    pass
+    """Agents come in the order of their names, those after ``agents_after`` only: what a reply has
+    no room for (``status.agents_left_out``) is asked for with the last name that was in it."""
+
+    agents_after: Id = ""
 
 
 class StatusReply(Message, frozen=True, kw_only=True):

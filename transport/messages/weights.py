@@ -33,7 +33,8 @@ class WeightsRequest(Message, frozen=True, kw_only=True):
     """Standing request: send a plan as soon as there is anything beyond what the agent has.
     ``upto`` bounds the version (pinned work); None means the newest. With ``rate_bytes_s`` (what
     its link brings in, 0: unknown) and ``decode_cells_s`` the plan is the quickest one, else the
-    one of fewest bytes."""
+    one of fewest bytes. ``ahead_bytes`` of the plan's files may follow the plan unasked, in pieces
+    of at most ``ahead_piece_bytes``: what the agent's window for its link holds."""
 
     policy: Id
     have_version: Count | None
@@ -41,6 +42,8 @@ class WeightsRequest(Message, frozen=True, kw_only=True):
     upto: Count | None = None
     rate_bytes_s: Finite = 0.0
     decode_cells_s: Finite = 0.0
+    ahead_bytes: Count = 0
+    ahead_piece_bytes: Count = 0
 
 
 class PlanStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,12 +61,22 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[str, ...]
 
 
+class Ahead(msgspec.Struct, frozen=True, kw_only=True):
+    """Pieces of a file that come unasked; as a ``ChunkRequest`` would name them."""
+
+    digest: Id
+    indices: tuple[Count, ...]
+    part_bytes: Count = 0
+
+
 class WeightsPlan(Message, frozen=True, kw_only=True):
-    """The cheapest way from what the agent has to ``version``."""
+    """The cheapest way from what the agent has to ``version``. What ``ahead`` names follows on the
+    same connection, as if it had been asked for."""
 
     policy: str
     version: int
     steps: tuple[PlanStep, ...]
+    ahead: tuple[Ahead, ...] = ()
 
 
 class ChunkRequest(Message, frozen=True, kw_only=True):

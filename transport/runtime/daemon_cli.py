@@ -113,10 +113,11 @@ def _run(
 async def _until_stopped(serve: Serve[C], config: C, stop_on_eof: bool) -> int:
     import asyncio
 
-    from transport.runtime.shutdown import ShutdownSignal, stop_on_stdin_eof
+    from transport.runtime.shutdown import ShutdownSignal, Stop, stop_on_stdin_eof
 
-    stop = asyncio.Event()
+    stop = Stop()
     with ShutdownSignal() as asked:
+        asked.on_again = stop.again.set
 
         async def wait() -> None:
             await asked.wait()

@@ -221,6 +221,27 @@ def lock_folder(path: Path) -> FolderLock:
     return FolderLock(path, descriptor)
 
 
+def folder_holder(path: Path) -> int | None:
+    """The process that has claimed a folder; None when nobody has.
+
+    Ask rarely: for an instant nobody else can claim the folder. Raises ``StoreError``.
+    """
+    try:
+        with store_errors("look at the lock of", path):
+            descriptor = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        return int(holder) if holder.isdecimal() else None
+    else:
+        return None
+    finally:
+        os.close(descriptor)
+
+
 def _write_all(descriptor: int, data: Buffer) -> None:
     """``os.write`` may take a part (a full disk does, before it refuses)."""
     view = memoryview(data).cast("B")

@@ -64,9 +64,9 @@ def configure_logging(
     output = None if file is not None else stream or sys.stderr
     is_terminal = output is not None and output.isatty()
     as_json = not is_terminal if json is None else json
-    shared = _shared_processors(component)
+    shared = shared_processors(component)
     renderer: list[Processor] = (
-        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)]
+        [structlog.processors.format_exc_info, json_line]
         if as_json
         else [structlog.dev.ConsoleRenderer(colors=is_terminal)]
     )
@@ -110,7 +110,9 @@ def _handler(stream: TextIO | None, file: Path | None, file_bytes: int) -> loggi
     return handler
 
 
-def _shared_processors(component: str) -> list[Processor]:
+def shared_processors(component: str) -> list[Processor]:
+    """What every event goes through before it is rendered."""
+
     def add_component(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if component:
             event.setdefault("component", component)
@@ -130,3 +132,7 @@ def _to_json(event: EventDict, default: Callable[[Any], Any], **_: object) -> st
     """``default`` (structlog's fallback) is not needed: what JSON lacks is written as its repr."""
     ordered = {"timestamp": event.pop("timestamp", None), "event": event.pop("event", None)}
     return _encoder.encode({**ordered, **event}).decode()
+
+
+json_line: Final = structlog.processors.JSONRenderer(_to_json)
+"""The last step of a line of JSON."""

@@ -23,7 +23,7 @@ class RelayAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     name: str
     host: str
-    port: Port = 7703
+    port: Port = 7704
 
     def __post_init__(self) -> None:
         if not is_name(self.name):  # it is a file's name too
@@ -32,7 +32,9 @@ class RelayAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the three planes listen (scheduler) or are reached (everybody else); port 0 lets the
-    scheduler choose and say so. ``keys`` is the folder of key files (``transport/keys.py``).
+    scheduler choose and say so. The scheduler listens on ``enrolment_port`` too while a token lets
+    new agents in (``farflow token create``). ``keys`` is the folder of key files, as in
+    ``transport/keys.py``.
     ``weights_lanes`` bounds an agent's connections to the weight store, ``relays`` are those that
     it asks first."""
 
@@ -40,6 +42,7 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     control_port: Port = 7700
     trajectories_port: Port = 7701
     weights_port: Port = 7702
+    enrolment_port: Port = 7703
     keys: str = "keys"
     weights_lanes: Annotated[int, Meta(ge=1, le=16)] = 4
     relays: tuple[RelayAddress, ...] = ()

@@ -3,7 +3,8 @@
 What always holds:
 
 1. SIGTERM, SIGINT and (for a child) the end of standard input all set one event, with a reason.
-   A second SIGINT ends the process at once with status 130: the user insists.
+   A second SIGINT ends the process at once with status 130: the user insists. A second SIGTERM
+   sets ``again``: whoever still finishes work gives that up and leaves in order.
 2. Parts that run together stop together: one that returns or fails asks the others to stop; each
    may finish within the grace period, the rest is cancelled, and then the error is raised.
 3. Waiting for standard input neither blocks the loop nor changes how the descriptor behaves for
@@ -29,6 +30,15 @@ _READ_BYTES: Final = 64 * 1024
 _log = structlog.get_logger()
 
 
+class Stop(asyncio.Event):
+    """What a daemon waits for: set once a stop is asked for. ``again`` is set when it is asked for
+    anew; who heeds that clears it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = asyncio.Event()
+
+
 class ShutdownSignal:
     """One event for every way of being asked to stop; a context manager around a daemon's life.
 
@@ -40,12 +50,15 @@ class ShutdownSignal:
         self._event = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._interrupted = False
+        self._terminated = False
+        self.on_again: Callable[[], None] = lambda: None
+        """Called at every SIGTERM after the first; must not wait."""
         self.before_leaving: Callable[[], None] | None = None
         """Called when a second interrupt ends the process at once; must not wait."""
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._loop.add_signal_handler(signal.SIGTERM, self.request, "SIGTERM")
+        self._loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
         self._loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         return self
 
@@ -73,6 +86,12 @@ class ShutdownSignal:
         """Returns the reason once a stop is asked for."""
         await self._event.wait()
         return self.reason
+
+    def _on_terminate(self) -> None:
+        if self._terminated:
+            self.on_again()
+        self._terminated = True
+        self.request("SIGTERM")
 
     def _on_interrupt(self) -> None:
         if self._interrupted:

@@ -63,6 +63,11 @@ def why_not() -> str:
     return _numba()[1]
 
 
+def in_use() -> bool:
+    """Whether this process has numba at work already: using it then costs no import."""
+    return _numba.cache_info().currsize > 0 and available()
+
+
 def worthwhile(cells: int) -> bool:
     """Whether a segment of so many cells goes through the kernels."""
     return cells >= KERNEL_CELLS and available()
@@ -378,23 +383,3 @@ def unpack_steps(
         if upper:
             byte += 1
     return used
-
-
-def warm() -> None:
-    """Compile what cells of 2 bytes need, or load it from the cache: seconds, once a process.
-    Nothing without numba. For services that know early that their model is large."""
-    if not available():
-        return
-    from transport.weights.cell_sums import difference, list_sum, run_sum
-    from transport.weights.segments import CodecSettings, decode_segment, encode_segment
-
-    old = np.arange(64, dtype=np.uint16)
-    new = old ^ np.uint16(1)
-    for settings in (CodecSettings(coder="small"), CodecSettings(coder="fast")):
-        changed = np.where(old == 7, new, old)
-        coded = encode_segment("BF16", [old], [changed], settings, compiled=True)
-        body = memoryview(coded.body)
-        decode_segment(coded.coder, "BF16", body, [old], coded.changed, compiled=True)
-    list_sum(0, np.arange(64, dtype=np.int32), new, compiled=True)
-    difference(0, 0, old, new, compiled=True)
-    run_sum(0, 0, np.zeros(KERNEL_CELLS, np.uint16))

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from transport.errors import IntegrityError
+from transport.weights.cell_access import Positions as Positions
+from transport.weights.cell_access import exchange, rising, take
 from transport.weights.tensors import Cells, TensorBytes
-
-Positions = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +70,18 @@ def check_change(cells: Cells, change: TensorChange) -> None:
         raise IntegrityError(
             f"{positions.shape} positions of type {positions.dtype} for {values.shape} values"
         )
-    if positions.size == 0:
-        return
-    if not (positions[1:] > positions[:-1]).all():
-        raise IntegrityError("positions of a change do not rise")
-    if positions[0] < 0 or positions[-1] >= cells.size:
-        raise IntegrityError(f"change of cells {positions[0]} to {positions[-1]}, in {cells.size}")
+    if not rising(positions, cells.size):
+        raise IntegrityError(
+            f"positions of a change do not rise: cells {positions[0]} to {positions[-1]}, "
+            f"in {cells.size}"
+        )
 
 
 def values_before(cells: Cells, change: TensorChange) -> Cells:
     """A copy of what ``cells`` hold where ``change`` would write; the change must fit."""
     if isinstance(change, CellRun):
         return cells[change.start : change.start + change.values.size].copy()
-    return cells[change.positions]
+    return take(cells, change.positions)
 
 
 def write_change(cells: Cells, change: TensorChange) -> TensorChange:
@@ -93,12 +91,11 @@ def write_change(cells: Cells, change: TensorChange) -> TensorChange:
         IntegrityError: as ``check_change``; nothing was written.
     """
     check_change(cells, change)
-    before = values_before(cells, change)
     if isinstance(change, CellRun):
+        before = values_before(cells, change)
         cells[change.start : change.start + change.values.size] = change.values
         return CellRun(change.start, before)
-    cells[change.positions] = change.values
-    return CellList(change.positions, before)
+    return CellList(change.positions, exchange(cells, change.positions, change.values))
 
 
 def patched(tensor: TensorBytes, changes: Iterable[TensorChange]) -> TensorBytes:

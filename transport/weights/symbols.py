@@ -16,6 +16,7 @@ changed cell.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -200,9 +201,8 @@ def _count_down(
     busy = cursors[: layout.classes] < ends[: layout.classes]
     left.fill(kernels.NEVER)
     left[: layout.classes][busy] = symbols.gaps[cursors[: layout.classes][busy]]
-    pairs = np.empty((symbols.gaps.size, 2), np.uint32)  # side by side: they are read together
-    pairs[:, 0], pairs[:, 1] = symbols.gaps, symbols.steps
-    moves = pairs.view(np.uint64).ravel()
+    moves = np.empty(symbols.gaps.size, np.uint64)
+    kernels.compiled(_side_by_side)(symbols.gaps, symbols.steps, moves)
     positions = np.empty(symbols.gaps.size, np.int32)
     values = np.empty(symbols.gaps.size, np.uint32)
     changes: list[CellList | None] = []
@@ -212,7 +212,8 @@ def _count_down(
         for start, shape, (words,) in _words(lanes, span):
             begin = filled
             filled = apply(words, shape, left, cursors, ends, moves, positions, values, filled)
-            positions[begin:filled] += start
+            if start:
+                positions[begin:filled] += start
         changes.append(
             CellList(positions[first:filled], values[first:filled].astype(span.dtype))
             if filled > first
@@ -220,6 +221,12 @@ def _count_down(
         )
     check_all_found(cursors, ends)
     return changes
+
+
+def _side_by_side(gaps: Any, steps: Any, moves: Any) -> None:
+    """Compiled; gap and step of a change are read together."""
+    for i in range(moves.size):
+        moves[i] = np.uint64(gaps[i]) | (np.uint64(steps[i]) << np.uint64(32))
 
 
 def _select(

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from farflow.local import LocalDeployment
 from farflow.run_folder import RunFolder
@@ -157,12 +158,15 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    file: Path, folder: Path, overrides: tuple[str, ...] = ()
+    file: Path, folder: Path, overrides: tuple[str, ...] = (), **options: Any
 ) -> AsyncIterator[Running]:
-    """Start everything of ``file`` and submit its run; everything is stopped at the end."""
+    """Start everything of ``file`` and submit its run; everything is stopped at the end.
+    ``options`` go to ``LocalDeployment``."""
     prepared = prepare(file, Options(overrides=overrides, folder=folder))
     config, agents = up_config(prepared.data)
-    deployment = LocalDeployment(RunFolder(prepared.path), overrides, config, agents, prepared.spec)
+    deployment = LocalDeployment(
+        RunFolder(prepared.path), overrides, config, agents, prepared.spec, **options
+    )
     try:
         await deployment.start()
         async with Operator(deployment.transport(), deployment.operator_key) as operator:

@@ -1,0 +1,51 @@
+"""Round trip and clock offset from four time stamps (RFC 5905, sections 8 and 10).
+
+What always holds: the time that the scheduler had a heartbeat (deciding, committing) is no part of
+a round trip; of the last ``SAMPLES`` heartbeats the one with the least delay speaks, so that a busy
+loop, here or there, moves neither number; a step of our wall clock changes no sample, because our
+two stamps are of the monotonic clock.
+"""
+
+import math
+from collections import deque
+from typing import Final, NamedTuple
+
+SAMPLES: Final = 8
+"""As NTP's clock filter keeps."""
+
+
+class _Sample(NamedTuple):
+    delay_s: float
+    ahead_s: float | None
+
+
+class ClockFilter:
+    """The latest samples; empty at first."""
+
+    def __init__(self) -> None:
+        self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
+
+    def add(self, *, sent_s: float, arrived_s: float, received_s: float, replied_s: float) -> None:
+        """One answered heartbeat. ``sent_s`` and ``arrived_s`` are our monotonic clock,
+        ``received_s`` and ``replied_s`` the scheduler's wall clock. Where those cannot be (0: not
+        stamped; apart by less than nothing or by more than the whole took: its clock was set in
+        between) the sample is a delay alone, an upper bound of it."""
+        elapsed_s = max(arrived_s - sent_s, 0.0)
+        held_s = replied_s - received_s
+        stamped = received_s > 0.0 and math.isfinite(received_s) and 0.0 <= held_s <= elapsed_s
+        if stamped:
+            ahead_s = ((received_s - sent_s) + (replied_s - arrived_s)) / 2
+            self._samples.append(_Sample(elapsed_s - held_s, ahead_s))
+        else:
+            self._samples.append(_Sample(elapsed_s, None))
+
+    @property
+    def rtt_s(self) -> float | None:
+        """The least delay; None without a sample."""
+        return min((sample.delay_s for sample in self._samples), default=None)
+
+    @property
+    def ahead_s(self) -> float | None:
+        """The scheduler's wall clock minus our monotonic one; None without stamps."""
+        stamped = [sample for sample in self._samples if sample.ahead_s is not None]
+        return min(stamped, key=lambda sample: sample.delay_s).ahead_s if stamped else None

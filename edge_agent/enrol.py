@@ -1,0 +1,273 @@
+"""An agent's enrolment: from a token to a key of its own that the scheduler lets in.
+
+What always holds: the key is made here and its secret never leaves; it is on the disk before the
+scheduler hears of it, so that an enrolment that was cut off anywhere is gone on with, by the same
+key, and uses the token once; nobody but the holder of the token's server key is talked to; the key
+file gets its final name last, so that where it is, everything else is.
+
+    KEYS/agent.toml             secret  our key, once we are in
+    KEYS/enrolling.toml         secret  the same before that
+    KEYS/server.public.toml     whom we talk to
+    KEYS/root.public.toml       who certifies signers
+    KEYS/signers/               signers that the owner of this box believes besides
+    KEYS/enrolment.toml         what we are called, and where the scheduler is
+"""
+
+import asyncio
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+
+from edge_agent.config import AgentConfig
+from transport.certificates import RootPublic
+from transport.envelope import LIMITS, decode, encode, peek
+from transport.errors import (
+    ConfigError,
+    LinkError,
+    PeerUnreachable,
+    ProtocolError,
+    RemoteProtocolError,
+)
+from transport.key_files import load_toml, make_folder, to_toml, write_new
+from transport.keys import KeyPair, PublicKey, load_server_key
+from transport.links import Link, LinkOptions, Network
+from transport.messages import EnrolReply, EnrolRequest, Plane, Refuse, Role
+from transport.permissions import may_send
+from transport.plane_links import bracketed
+from transport.runtime.files import atomic_write
+from transport.runtime.settings import TransportConfig
+from transport.token_files import Enrolment, TokenFile, load_token
+
+PLANE: Final = Plane.ENROLMENT
+ANSWER_S: Final = 10.0
+WAIT_S: Final = 60.0
+"""How long ``farflow agent enrol`` tries."""
+AGAIN_S: Final = 2.0
+AGAIN_MAX_S: Final = 30.0
+
+KEY: Final = "agent.toml"
+_PENDING: Final = "enrolling.toml"
+_FACTS: Final = "enrolment.toml"
+_OPTIONS: Final = LinkOptions.for_plane(PLANE)
+_log = structlog.get_logger()
+
+
+async def enrol(
+    network: Network, token: TokenFile, keys: Path, *, name: str = "", wait_s: float = WAIT_S
+) -> Enrolment:
+    """Get the key in the folder ``keys`` let in, which is made when there is none; an enrolment
+    that is complete is only read. ``name`` is a wish, which a token with a prefix need not grant.
+
+    Raises:
+        ConfigError: the token is refused, or the folder belongs to another deployment.
+        PeerUnreachable: no answer within ``wait_s``.
+    """
+    done = await asyncio.to_thread(enrolled, keys)
+    if done is not None:
+        return done
+    pair = await asyncio.to_thread(_prepare, keys, token)
+    request = EnrolRequest(token=token.id, secret=token.secret, name=name or host_name())
+    reply = await _let_in(network, token, pair, request, wait_s)
+    return await asyncio.to_thread(_finish, keys, token, pair, reply)
+
+
+def enrolled(keys: Path) -> Enrolment | None:
+    """The complete enrolment in a folder; None without one.
+
+    Raises:
+        ConfigError: a file of it does not load.
+    """
+    if not (keys / KEY).exists() or not (keys / _FACTS).exists():
+        return None
+    return load_toml(keys / _FACTS, Enrolment)
+
+
+async def enrolled_config(config: AgentConfig, network: Network) -> AgentConfig:
+    """``config`` with the key and the addresses of its enrolment, which happens now if it did not
+    before; without ``agent.token_file`` it is returned as it is. Waits for the scheduler as long as
+    it takes.
+
+    Raises:
+        ConfigError: the token is refused or does not load.
+    """
+    table = config.agent
+    if not table.token_file:
+        return config
+    keys = Path(config.transport.keys)
+    facts = await asyncio.to_thread(enrolled, keys)
+    if facts is None:
+        token = await asyncio.to_thread(load_token, table.token_file)
+        facts = await enrol(network, token, keys, wait_s=float("inf"))
+    return msgspec.structs.replace(
+        config,
+        transport=enrolled_transport(config.transport, facts),
+        agent=msgspec.structs.replace(table, key=table.key or str(keys / KEY)),
+    )
+
+
+def enrolled_transport(transport: TransportConfig, facts: Enrolment) -> TransportConfig:
+    """``transport`` with the addresses of an enrolment."""
+    return msgspec.structs.replace(
+        transport,
+        host=facts.host,
+        control_port=facts.control_port,
+        trajectories_port=facts.trajectories_port,
+        weights_port=facts.weights_port,
+    )
+
+
+def host_name() -> str:
+    """This machine's name as a name of farflow, "" if nothing of it is left."""
+    plain = re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().split(".")[0].lower())
+    return plain.strip("-._")[:48]
+
+
+def config_text(folder: Path, facts: Enrolment) -> str:
+    """The ``agent.toml`` of an enrolled agent."""
+    return f"""\
+# Agent {facts.name}, enrolled with {facts.host}.
+# Start it with: farflow agent run --config agent.toml
+
+[transport]
+host = "{facts.host}"
+control_port = {facts.control_port}
+trajectories_port = {facts.trajectories_port}
+weights_port = {facts.weights_port}
+keys = {_quoted(folder / "keys")}
+
+[agent]
+folder = {_quoted(folder / "state")}
+key = {_quoted(folder / "keys" / KEY)}
+# engine = "torch"
+# device = "cuda"
+# slots = 64
+"""
+
+
+def write_config(folder: Path, facts: Enrolment) -> Path:
+    """Write ``agent.toml`` unless there is one; returns its path.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    path = folder / "agent.toml"
+    if not path.exists():
+        write_new(path, config_text(folder, facts), mode=0o644)
+    return path
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def _prepare(keys: Path, token: TokenFile) -> KeyPair:
+    """The key to be let in; blocks."""
+    make_folder(keys, 0o700)
+    make_folder(keys / "signers", 0o755)
+    server = keys / "server.public.toml"
+    if server.exists() and load_server_key(keys) != token.server_key:
+        raise ConfigError(
+            f"{server}: is the key of another scheduler than the token's; enrol in a fresh folder"
+        )
+    if (keys / KEY).exists():
+        raise ConfigError(f"{keys / KEY}: is a key from elsewhere; enrol in a fresh folder")
+    pending = keys / _PENDING
+    if not pending.exists():
+        KeyPair.generate("enrolling", Role.AGENT).save(pending)
+    return KeyPair.load(pending)
+
+
+async def _let_in(
+    network: Network, token: TokenFile, pair: KeyPair, request: EnrolRequest, wait_s: float
+) -> EnrolReply:
+    endpoint = f"tcp://{bracketed(token.host)}:{token.enrolment_port}"
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + wait_s
+    again_s = AGAIN_S
+    while True:
+        why = "no answer"
+        # One question per connection: a second one is not taken.
+        link = network.link(endpoint, _OPTIONS, key=pair, server_key=token.server_key)
+        try:
+            async with asyncio.timeout(min(ANSWER_S, max(deadline_s - loop.time(), 0.1))):
+                answer = await _ask(link, request)
+            if isinstance(answer, EnrolReply):
+                return answer
+            if answer.retry_s is None:
+                raise ConfigError(f"enrolment refused: {answer.code}: {answer.message}")
+            why, again_s = f"{answer.code}: {answer.message}", max(AGAIN_S, answer.retry_s)
+        except (TimeoutError, LinkError):
+            why = link.last_failure or why
+        finally:
+            await link.close()
+        if loop.time() + again_s > deadline_s:
+            raise PeerUnreachable(
+                f"scheduler at {endpoint}: {why}; check that the port is reachable from here and"
+                " that the token is still open (`farflow token ls`: without an open token the"
+                " scheduler does not listen there)"
+            )
+        _log.warning("enrolment.again", reason=why, in_s=again_s)
+        await asyncio.sleep(again_s)
+        again_s = min(2 * again_s, AGAIN_MAX_S)
+
+
+async def _ask(link: Link, request: EnrolRequest) -> EnrolReply | Refuse:
+    """Raises TimeoutError never by itself: the caller bounds it."""
+    await link.wait_connected()
+    link.send(encode(request, limits=LIMITS[PLANE]))
+    while True:
+        for frames in await link.recv():
+            try:
+                if not may_send(Role.SCHEDULER, PLANE, peek(frames)):
+                    continue
+                answer, _ = decode(frames, LIMITS[PLANE])
+            except ProtocolError as error:
+                _log.warning("enrolment.malformed", reason=str(error))
+                continue
+            if isinstance(answer, EnrolReply | Refuse):
+                return answer
+
+
+def _finish(keys: Path, token: TokenFile, pair: KeyPair, reply: EnrolReply) -> Enrolment:
+    """Write everything down, our key last; blocks."""
+    if reply.server_key != token.server_key or reply.role is not Role.AGENT:
+        raise RemoteProtocolError(
+            f"enrolled as {reply.role.value} with server key {reply.server_key[:64]!r}: this is not"
+            " what the token is for"
+        )
+    try:
+        server = PublicKey(name="server", role=Role.SCHEDULER, public_key=reply.server_key)
+        facts = msgspec.convert(
+            {
+                "name": reply.name,
+                "host": token.host,
+                "control_port": reply.control_port,
+                "trajectories_port": reply.trajectories_port,
+                "weights_port": reply.weights_port,
+            },
+            Enrolment,
+        )
+        own = KeyPair(
+            name=reply.name,
+            role=Role.AGENT,
+            public_key=pair.public_key,
+            secret_key=pair.secret_key,
+        )
+        root = RootPublic(verify_key=reply.root_key) if reply.root_key else None
+    except (ValueError, msgspec.ValidationError) as error:
+        raise RemoteProtocolError(f"the scheduler's answer: {error}") from error
+    atomic_write(keys / "server.public.toml", to_toml(server).encode())
+    if root is not None:
+        atomic_write(keys / "root.public.toml", to_toml(root).encode())
+    atomic_write(keys / _FACTS, facts.text().encode())
+    own.save(keys / KEY)
+    os.unlink(keys / _PENDING)
+    return facts
+
+
+def _quoted(path: Path) -> str:
+    return msgspec.json.encode(str(path)).decode()

@@ -1,0 +1,168 @@
+"""``farflow keys``: the keys of a deployment, in the folder where they all are."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from farflow.options import config_option, set_option
+from transport.errors import ConfigError
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
+_ADDED = {"agent": "agents", "operator": "operators", "viewer": "viewers",
+          "submitter": "submitters", "relay": "relays"}  # fmt: skip
+
+
+@click.group("keys")
+def keys_group() -> None:
+    """Create, list, revoke and change the keys of a deployment."""
+
+
+@keys_group.command("create")
+@click.argument("folder", type=FOLDER)
+@click.option("--agent", "agents", multiple=True, metavar="NAME", help="May repeat.")
+@click.option("--trainer", "trainers", multiple=True, metavar="RUN/POLICY", help="May repeat.")
+@click.option(
+    "--operator",
+    "operators",
+    multiple=True,
+    metavar="NAME",
+    default=("operator",),
+    show_default=True,
+)
+@click.option("--relay", "relays", multiple=True, metavar="NAME", help="May repeat.")
+def keys_create(
+    folder: Path,
+    agents: tuple[str, ...],
+    trainers: tuple[str, ...],
+    operators: tuple[str, ...],
+    relays: tuple[str, ...],
+) -> None:
+    """Make the missing keys of a deployment in FOLDER; existing ones are kept.
+
+    Agents come in by `farflow token create` and need no files. A trainer's host needs its own
+    NAME.toml, signing/NAME.toml and server.public.toml; a relay's its own NAME.toml,
+    server.public.toml and authorized/. An agent whose key is made here needs its own NAME.toml,
+    server.public.toml, root.public.toml and relays/.
+    """
+    from transport.keys import create_keys
+
+    create_keys(folder, agents=agents, trainers=trainers, operators=operators, relays=relays)
+    click.echo(f"keys in {folder}")
+
+
+@keys_group.command("add")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("--role", type=click.Choice(list(_ADDED)), required=True)
+@config_option
+@set_option
+def keys_add(
+    names: tuple[str, ...], role: str, files: tuple[Path, ...], overrides: tuple[str, ...]
+) -> None:
+    """Make a key for each NAME in transport.keys; the scheduler lets it in within a second."""
+    from transport.keys import create_keys
+
+    folder = _existing(files, overrides)
+    wanted: dict[str, Any] = {"operators": (), _ADDED[role]: names}
+    create_keys(folder, **wanted)
+    for name in names:
+        click.echo(folder / f"{name}.toml")
+
+
+@keys_group.command("ls")
+@config_option
+@set_option
+@click.option("--json", "as_json", is_flag=True)
+def keys_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) -> None:
+    """List who may connect, and who was revoked."""
+    from transport.authorized import read_authorized
+
+    folder = _existing(files, overrides)
+    rows = []
+    for state in ("authorized", "revoked"):
+        entries, warnings = read_authorized(folder / state)
+        for warning in warnings if state == "authorized" else ():
+            click.echo(f"warning: {warning}", err=True)
+        rows += [
+            {
+                "name": entry.name,
+                "role": entry.role.value,
+                "policy": entry.policy,
+                "state": state,
+                "public_key": entry.public_key,
+            }
+            for entry in entries
+        ]
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    for row in rows:
+        click.echo(f"{row['name']}\t{row['role']}\t{row['policy'] or '-'}\t{row['state']}")
+
+
+@keys_group.command("revoke")
+@click.argument("name")
+@config_option
+@set_option
+def keys_revoke(name: str, files: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
+    """Refuse the key of NAME from now on and close its connections, within about a second.
+
+    Its public half moves to revoked/, and no token lets it in again.
+    """
+    from scheduler.tokens import revoke_key
+
+    public = revoke_key(_existing(files, overrides), name)
+    click.echo(f"{public.role.value} {name}: revoked")
+    if public.policy is not None:
+        click.echo(
+            f"note: what it has signed for {public.policy} stays believed; to end that as well,"
+            f" remove signers/{name}.toml and certificates/{name}.toml"
+        )
+
+
+@keys_group.command("rotate-server")
+@config_option
+@set_option
+@click.option("--finish", is_flag=True, help="Make the next key the present one.")
+@click.option("--abandon", is_flag=True, help="Forget the next key.")
+def keys_rotate_server(
+    files: tuple[Path, ...], overrides: tuple[str, ...], finish: bool, abandon: bool
+) -> None:
+    """Change the server's key, in two steps with time in between.
+
+    The first makes the next key, which the running scheduler tells its agents (signed by the root
+    key); they believe both from then on. Wait until every agent has been connected since. Then
+    --finish and restart the scheduler. Agents that were away meanwhile need the new
+    server.public.toml, and open tokens must be made again.
+    """
+    from transport.server_rotation import abandon_rotation, begin_rotation, finish_rotation
+
+    if finish and abandon:
+        raise click.UsageError("--finish or --abandon, not both")
+    folder = _existing(files, overrides)
+    if finish:
+        key = finish_rotation(folder)
+        click.echo(f"server key is {key}; restart the scheduler now")
+    elif abandon:
+        abandon_rotation(folder)
+        click.echo("the next key is forgotten")
+    else:
+        key = begin_rotation(folder)
+        click.echo(f"next server key is {key}; agents that are connected learn it within seconds")
+        click.echo("later: farflow keys rotate-server --finish, and restart the scheduler")
+
+
+def _existing(files: tuple[Path, ...], overrides: tuple[str, ...]) -> Path:
+    """The folder of keys of a deployment that is there."""
+    from scheduler.config import SchedulerConfig
+    from transport.runtime.config import load_config
+
+    folder = Path(load_config(SchedulerConfig, files, overrides).value.transport.keys)
+    if not os.path.exists(folder / "server.toml"):
+        raise ConfigError(
+            f"{folder}: no server.toml there, so this is no deployment's folder of keys; name it"
+            " with --set transport.keys=FOLDER, or make one with `farflow keys create FOLDER`"
+        )
+    return folder

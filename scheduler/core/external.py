@@ -1,0 +1,197 @@
+"""Jobs of submitters: programs beside the trainers that want groups of a live run's policies.
+
+    submitted -> queued <-> in flight -> an outcome (``outcomes``), numbered for its submitter
+
+What always holds: a submitter's own id makes its job once, however often it is submitted, also
+while the job's result is unconfirmed or remembered; the same id with anything else in it is a
+conflict; external jobs have books and a bound of their own (``max_queued_jobs``, not shared with
+training), need no trained policy and no quota of one; none outlives its run.
+"""
+
+import hashlib
+
+import msgspec
+
+from scheduler.core import attempts, jobs, outcomes, submitters
+from scheduler.core.accounting import submit as submit_copy
+from scheduler.core.context import Context
+from scheduler.core.state import External, Job, Run
+from transport.ids import external_job_id, policy_name
+from transport.messages import ExternalJob, Item, JobCancel, JobReceipt, JobReceipts, JobSubmit
+from transport.trajectory import MAX_SEQUENCES
+
+MAX_JOB_BYTES = 192 * 1024
+"""Items of one job, encoded: an offer is one control frame, with a workflow's settings in it."""
+
+STAND_IN = 64
+"""Characters of a prompt that stay in memory when it is on disk."""
+
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+
+
+def submit_jobs(ctx: Context, submitter: str, message: JobSubmit) -> JobReceipts:
+    """Take what is new and allowed; one receipt per job, in order."""
+    run = ctx.tables.runs.get(message.run)
+    receipts = tuple(_submit(ctx, submitter, run, message.run, job) for job in message.jobs)
+    for receipt in receipts:
+        if receipt.code:
+            ctx.count(f"refused.{receipt.code}")
+    return JobReceipts(receipts=receipts)
+
+
+def cancel_jobs(ctx: Context, submitter: str, message: JobCancel) -> JobReceipts:
+    """End jobs of this submitter; what is over already stays as it is."""
+    receipts: list[JobReceipt] = []
+    for id in message.ids:
+        name = external_job_id(message.run, submitter, id)
+        job = ctx.tables.jobs.get(name)
+        if job is not None:
+            jobs.close(ctx, job, "cancelled", "submitter")
+            receipts.append(JobReceipt(id=id, state="known"))
+        elif (ended := outcomes.known(ctx, name)) is not None:
+            receipts.append(JobReceipt(id=id, state="known", message=f"it was {ended[0]} before"))
+        else:
+            text = f"no job {id!r} of {submitter} in run {message.run!r} is open or remembered"
+            receipts.append(_refused(id, "job.unknown", text))
+    return JobReceipts(receipts=tuple(receipts))
+
+
+def room(ctx: Context, submitter: str) -> str:
+    """The quota that keeps one more job of this submitter out, or nothing."""
+    if ctx.external_open >= ctx.settings.max_queued_jobs:
+        return "quota.queued"
+    live = submitters.submitter(ctx, submitter)
+    if len(live.open) + len(live.unconfirmed) >= ctx.settings.max_results_per_submitter:
+        return "quota.results"
+    return ""
+
+
+def enter(ctx: Context, job: Job, external: External) -> None:
+    """Begin a new job, or one that was a dead letter."""
+    ctx.tables.add(job)
+    submitters.index(ctx, job, external)
+    for policy in ctx.runs[job.run].policies.values():
+        submit_copy(ctx, job, policy, "queued")
+    attempts.settle(ctx, job)
+    ctx.dispatch_due = True
+
+
+def deadline_due(ctx: Context, id: str) -> None:
+    """Nobody waits for it any more."""
+    job = ctx.tables.jobs.get(id)
+    if job is not None:
+        jobs.close(ctx, job, "expired", "deadline")
+
+
+def cancel_all(ctx: Context, run: Run, reason: str) -> None:
+    """The run ends."""
+    for id in tuple(ctx.runs[run.name].external):
+        jobs.close(ctx, ctx.tables.jobs[id], "cancelled", reason)
+
+
+def _submit(
+    ctx: Context, submitter: str, run: Run | None, run_name: str, asked: ExternalJob
+) -> JobReceipt:
+    name = external_job_id(run_name, submitter, asked.id)
+    fingerprint = hashlib.blake2b(_encode(asked), digest_size=16).hexdigest()
+    before = _submitted_before(ctx, name, fingerprint, asked.id)
+    if before is not None:
+        return before
+    if run is None:
+        live = ", ".join(sorted(ctx.runs)) or "none"
+        return _refused(asked.id, "run.unknown", f"no run {run_name!r}; live runs: {live}")
+    if not run.live or run.finishing:
+        text = f"run {run.name} ends: {run.reason or run.finishing}; submit to another run"
+        return _refused(asked.id, "run.finished", text)
+    pinned, fault = _pins(ctx, run, asked)
+    fault = fault or _fault(asked)
+    if fault:
+        return _refused(asked.id, "job.invalid", fault)
+    full = room(ctx, submitter)
+    if full:
+        return _refused(asked.id, full, _FULL[full])
+    external = External(
+        submitter=submitter,
+        id=asked.id,
+        fingerprint=fingerprint,
+        due_s=ctx.now + asked.deadline_s if asked.deadline_s else 0.0,
+        max_new_tokens=asked.max_new_tokens,
+        temperature=asked.temperature,
+        pinned=pinned,
+        require=asked.require,
+    )
+    items, prompt = asked.items, ""
+    if ctx.settings.prompts_on_disk:
+        prompt = f"{name}|{fingerprint}"
+        ctx.tables.put_prompt(prompt, _encode(items))
+        items = tuple(map(_stand_in, items))
+    job = Job(
+        id=name,
+        run=run.name,
+        kind="external",
+        index=run.external_jobs,
+        sequences=asked.group_size * len(asked.items),
+        items=items,
+        prompt=prompt,
+        copies={},
+        priority=asked.priority,
+        created_s=ctx.now,
+        external=external,
+    )
+    run.external_jobs += 1
+    ctx.tables.touch(run)
+    enter(ctx, job, external)
+    return JobReceipt(id=asked.id, state="queued")
+
+
+_FULL = {
+    "quota.queued": "too many external jobs are open (scheduler.max_queued_jobs); try again later",
+    "quota.results": "too many open jobs and unconfirmed results"
+    " (scheduler.max_results_per_submitter); fetch and confirm results first",
+}
+
+
+def _submitted_before(ctx: Context, name: str, fingerprint: str, id: str) -> JobReceipt | None:
+    job = ctx.tables.jobs.get(name)
+    ended = outcomes.known(ctx, name)
+    if job is not None and job.external is not None:
+        theirs, state = job.external.fingerprint, "open"
+    elif ended is not None:
+        state, theirs = ended
+    else:
+        return None
+    if theirs == fingerprint:
+        return JobReceipt(id=id, state="known", message=f"it is {state}")
+    text = f"another job with id {id!r} is {state}; give each job an id of its own"
+    return _refused(id, "job.conflict", text)
+
+
+def _pins(ctx: Context, run: Run, asked: ExternalJob) -> tuple[dict[str, int], str]:
+    """Pinned versions by policy id, or what is wrong with them."""
+    policies = ctx.runs[run.name].policies
+    pinned: dict[str, int] = {}
+    for name, version in asked.pinned.items():
+        id = policies.get(name) or policies.get(policy_name(name))
+        if id is None or name not in (id, policy_name(id)):
+            return {}, f"pinned: {name!r} is not a policy of the run; use {', '.join(policies)}"
+        pinned[id] = version
+    return pinned, ""
+
+
+def _fault(asked: ExternalJob) -> str:
+    sequences = asked.group_size * len(asked.items)
+    if sequences > MAX_SEQUENCES:
+        return f"group_size: {sequences} sequences in all, at most {MAX_SEQUENCES}; split the job"
+    size_bytes = len(_encode(asked))
+    if size_bytes > MAX_JOB_BYTES:
+        return f"items: {size_bytes} bytes, at most {MAX_JOB_BYTES} fit an offer; split the job"
+    return ""
+
+
+def _stand_in(item: Item) -> Item:
+    """What is kept in memory of an item that is on disk: enough to estimate and to recognise."""
+    return Item(index=item.index, prompt=item.prompt[:STAND_IN], answer="", family=item.family)
+
+
+def _refused(id: str, code: str, message: str) -> JobReceipt:
+    return JobReceipt(id=id, state="refused", code=code, message=message)

@@ -1,0 +1,45 @@
+"""Whose fault a failed attempt is, by its code.
+
+    class      codes (beginnings)                 the job            the agent
+    away       agent.                             again at once      -
+    copy       weights                            again at once      back-off after a streak
+    box        engine.apply integrity link        again at once,     back-off after a streak,
+               process spool store trajectory.    elsewhere          evidence
+    data       summary.invalid                    as box             evidence, at once
+    job        everything else (attempt. engine   back-off with      back-off after a streak
+               reward. task workflow.)            jitter, elsewhere
+
+What is not the job's fault counts as a loss, of which a job may have ``LOSSES_PER_ATTEMPT`` times
+as many as failures. An engine that fails may be broken or the prompt impossible for it: that is
+for the job's count, because a job that fails everywhere must end, and a broken engine fails many
+jobs in a row.
+
+What always holds: every code has a class; a code that nobody knows is the job's.
+"""
+
+from typing import Literal
+
+FailureClass = Literal["away", "copy", "box", "data", "job"]
+
+_BY_BEGINNING: tuple[tuple[str, FailureClass], ...] = (
+    ("agent.", "away"),
+    ("weights", "copy"),
+    ("summary.", "data"),
+    ("trajectory.malformed", "data"),
+    ("integrity.checksum", "data"),
+    ("trajectory.", "box"),
+    ("engine.apply", "box"),
+    ("integrity", "box"),
+    ("link", "box"),
+    ("process", "box"),
+    ("spool", "box"),
+    ("store", "box"),
+)
+
+
+def class_of(code: str) -> FailureClass:
+    """The class of a failure's code."""
+    for beginning, found in _BY_BEGINNING:
+        if code.startswith(beginning):
+            return found
+    return "job"

@@ -1,0 +1,60 @@
+"""What a result teaches: how fast its agent is, how long answers are, how much a run uses.
+
+What always holds: nothing here decides anything or is durable; a result that was read twice is
+learnt from once (its lease is over after the first time).
+"""
+
+from scheduler.core import prefetch
+from scheduler.core.candidates import kind_of
+from scheduler.core.context import Context, Lease
+from scheduler.core.estimators import MAX_KINDS, RunEstimate
+from scheduler.core.state import Job
+from transport.messages import GroupSummary
+
+
+def learn(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
+    """An attempt's result has come; its items are still there."""
+    live, agent = ctx.agents[lease.agent], ctx.tables.agents[lease.agent]
+    estimate = live.estimate
+    live.failures = 0
+    sample = estimate.group_done(
+        lengths=summary.lengths,
+        slots=agent.slots,
+        generating_s=summary.generating_s,
+        now=ctx.now,
+        kind=kind_of(job),
+    )
+    if sample is not None:
+        ctx.hardware.observe(agent.hardware, sample)
+    if lease.accepted_s is not None:
+        on_agent_s = summary.queued_s + summary.generating_s
+        upload_s = ctx.now - lease.accepted_s - on_agent_s
+        estimate.uploaded(size_bytes=summary.size_bytes, upload_s=upload_s, now=ctx.now)
+    run = ctx.runs[job.run]
+    used = float(sum(summary.lengths))
+    run.bucket.take(used - lease.tokens)
+    lease.tokens = used
+    if job.kind == "train":
+        run.estimate.group_done(summary.lengths, summary.size_bytes)
+        _learn_family(ctx, job, summary)
+        for policy in summary.versions:
+            if policy in job.copies and policy in ctx.policies:
+                ctx.policies[policy].arrivals.observe(ctx.now)
+    prefetch.learn(ctx, agent, live, float(summary.size_bytes))
+    ctx.refresh_open(agent, live)
+
+
+def _learn_family(ctx: Context, job: Job, summary: GroupSummary) -> None:
+    """Answers of one task family are of similar length; bounded, the stalest family goes first."""
+    family = job.items[0].family if job.items else ""
+    if not family:
+        return
+    run = ctx.runs[job.run]
+    workflow = ctx.tables.runs[job.run].spec.workflow
+    known = run.families.pop(family, None)
+    if known is None:
+        known = RunEstimate(workflow.max_new_tokens, workflow.group_size)
+    run.families[family] = known
+    if len(run.families) > MAX_KINDS:
+        del run.families[next(iter(run.families))]
+    known.group_done(summary.lengths, summary.size_bytes)

@@ -1,0 +1,41 @@
+"""Indexes of external jobs: by submitter, by run, by the versions that they are pinned to.
+
+What always holds: an open external job is in all of them, one that is over in none.
+"""
+
+from scheduler.core.asking import SubmitterLive
+from scheduler.core.context import Context
+from scheduler.core.state import External, Job
+
+
+def submitter(ctx: Context, name: str) -> SubmitterLive:
+    """The indexes of a submitter, made when first asked for."""
+    found = ctx.submitters.get(name)
+    if found is None:
+        found = ctx.submitters[name] = SubmitterLive()
+    return found
+
+
+def index(ctx: Context, job: Job, external: External) -> None:
+    """Mirror an open job (new, or read from a row)."""
+    live = ctx.runs[job.run]
+    live.external[job.id] = None
+    for pin in external.pinned.items():
+        live.pins[pin] = live.pins.get(pin, 0) + 1
+    submitter(ctx, external.submitter).open[job.id] = None
+    ctx.external_open += 1
+    if external.due_s:
+        ctx.timers.set("expire", job.id, external.due_s)
+
+
+def unindex(ctx: Context, job: Job, external: External) -> None:
+    """The job is over."""
+    live = ctx.runs[job.run]
+    del live.external[job.id]
+    for pin in external.pinned.items():
+        live.pins[pin] -= 1
+        if not live.pins[pin]:
+            del live.pins[pin]
+    del submitter(ctx, external.submitter).open[job.id]
+    ctx.external_open -= 1
+    ctx.timers.cancel("expire", job.id)

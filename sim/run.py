@@ -1,0 +1,300 @@
+"""One simulation: build the world of a scenario and a seed, run it, say what came out.
+
+What always holds: everything random comes from the seed; the fleet, the lengths of sequences and
+the faults do not depend on the placement rule; after a run the books balance (``Result.problems``).
+"""
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edge_agent.core.settings import AgentSettings
+from scheduler.core.settings import PlacementName
+from sim.actors.agent import AgentActor
+from sim.actors.names import LOG, SCHEDULER, STORE
+from sim.actors.scheduler import FromAgent, FromTrainer, SchedulerActor
+from sim.actors.services import ModelledVersion, TrajectoryLogActor, WeightStoreActor
+from sim.actors.trainer import TrainerActor
+from sim.fair_share import Pipe
+from sim.faults import Fault, agent_faults
+from sim.kernel import History, Kernel
+from sim.ledger import Ledger, Step
+from sim.network import Network
+from sim.scenario import MBIT, RUN, Scenario
+from sim.workload import Draws, make_digest
+from transport.errors import ConfigError
+from transport.ids import policy_id
+from transport.status import AccountingRow
+
+if TYPE_CHECKING:
+    from transport.status import SchedulerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a simulation gave. ``steps_hour`` is over all measured steps of the slowest policy,
+    from time 0; ``finished`` false: ``limit_s`` came first. ``idle_share`` is of all slots' time.
+    ``digest`` is empty unless history was kept."""
+
+    scenario: str
+    placement: str
+    seed: int
+    finished: bool
+    virtual_s: float
+    steps: dict[str, int]
+    steps_hour: float
+    wasted_share: float
+    wasted_token_share: float
+    idle_share: float
+    lag_mean: float
+    waiting_share: float
+    turnaround_p50_s: float
+    turnaround_p95_s: float
+    accounting: tuple[AccountingRow, ...]
+    counters: dict[str, int]
+    events: int
+    scheduler_events: int
+    messages: int
+    lost_messages: int
+    digest: str
+    problems: tuple[str, ...]
+
+
+class Simulation:
+    """A world at time 0. ``check`` verifies every core after each of its events."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        placement: PlacementName = "finish-time",
+        seed: int = 0,
+        check: bool = False,
+        history: bool = False,
+    ) -> None:
+        self.scenario = scenario
+        self.placement = placement
+        self.seed = seed
+        self.kernel = Kernel()
+        self.ledger = Ledger()
+        self.history = History() if history else None
+        rng = random.Random(seed * 7919 + 1)  # noqa: S311
+        self.network = Network(self.kernel, scenario.topology(), rng, self.history)
+        self.plans = scenario.fleet(seed)
+        self._nic = (Pipe("nic-up", scenario.nic_mbit * MBIT), Pipe("nic", scenario.nic_mbit * MBIT))
+        workload = scenario.workload
+        self.scheduler = SchedulerActor(
+            scenario.core_settings(placement),
+            kernel=self.kernel,
+            network=self.network,
+            items_s=workload.items_s,
+            seed=seed,
+            check=check,
+        )
+        self.log = TrajectoryLogActor(
+            kernel=self.kernel, network=self.network, workload=workload, ledger=self.ledger
+        )
+        self.store = WeightStoreActor(
+            kernel=self.kernel, network=self.network, workload=workload
+        )
+        for name, receive in (
+            (SCHEDULER, self.scheduler.receive),
+            (LOG, self.log.receive),
+            (STORE, self.store.receive),
+        ):
+            self.network.add(name, scenario.cloud, *self._nic, receive)
+        self.trainers = {
+            name: self._trainer(name, shape.train_s, check)
+            for name, shape in scenario.policies.items()
+        }
+        self.agents = {plan.name: self._agent(index, check) for index, plan in enumerate(self.plans)}
+        self._targets = {
+            policy: scenario.steps
+            for name in scenario.policies
+            if name not in scenario.faults.dead_trainers or scenario.faults.trainer_down_s > 0.0
+            for policy in [policy_id(RUN, name)]
+        }
+
+    def run(self) -> Result:
+        """Raises ConfigError when the scheduler refuses the run."""
+        self.log.start()
+        self.store.start()
+        for name in self.scenario.policies:
+            policy = policy_id(RUN, name)
+            digest = make_digest(policy, 0)
+            full = self.scenario.workload.full_bytes
+            self.store.adopt(ModelledVersion(policy, 0, None, 0, digest, full))
+        reply = self.scheduler.submit(self.scenario.run_spec())
+        if not reply.ok:
+            raise ConfigError(f"scenario {self.scenario.name}: {reply.code}: {reply.message}")
+        for trainer in self.trainers.values():
+            self.kernel.at(0.0, lambda _, trainer=trainer: trainer.start())
+        for number, agent in enumerate(self.agents.values()):
+            self.kernel.at(0.001 * number, lambda _, agent=agent: agent.start())
+        for fault in self._faults():
+            self.kernel.at(fault.at_s, self._fault, fault)
+        self.kernel.after(1.0, self._watch)
+        self.kernel.run(self.scenario.limit_s)
+        return self._result()
+
+    def problems(self) -> list[str]:
+        """Where the books of scheduler, services and engines contradict each other."""
+        found: list[str] = []
+        for row in self._accounting():
+            if row.balance:
+                found.append(f"{row.policy} {row.kind}: balance {row.balance}")
+        ledger = self.ledger
+        known = ledger.made_groups - ledger.wasted_groups - ledger.trained_groups
+        held = sum(digest not in ledger.trained for digest in self.log.bodies)
+        if known < held:
+            found.append(f"{held} bodies are held, {known} can be")
+        if ledger.twice:
+            found.append(f"{ledger.twice} groups were trained on twice")
+        return found
+
+    # ---- building ------------------------------------------------------------------------------
+
+    def _trainer(self, name: str, train_s: float | None, check: bool) -> TrainerActor:
+        workload = self.scenario.workload
+        actor = TrainerActor(
+            f"trainer-{name}",
+            policy_id(RUN, name),
+            kernel=self.kernel,
+            network=self.network,
+            workload=workload,
+            ledger=self.ledger,
+            train_s=workload.train_s if train_s is None else train_s,
+            check=check,
+        )
+        self.network.add(actor.name, self.scenario.cloud, *self._nic, actor.receive)
+        self.scheduler.know(actor.name, FromTrainer)
+        return actor
+
+    def _agent(self, index: int, check: bool) -> AgentActor:
+        plan = self.plans[index]
+        policies = [policy_id(RUN, name) for name in self.scenario.policies]
+        settings = AgentSettings(
+            slots=plan.slots,
+            hardware=plan.hardware,
+            engine="sim",
+            workflows={"single_turn": "sim"},
+            rewards=("reasoning-gym",),
+            labels={"region": plan.site},
+        )
+        actor = AgentActor(
+            plan.name,
+            settings,
+            kernel=self.kernel,
+            network=self.network,
+            draws=Draws(self.scenario.workload),
+            ledger=self.ledger,
+            tokens_per_s=plan.tokens_per_s,
+            policies=policies,
+            seed=self.seed * 100_003 + index,
+            check=check,
+        )
+        up, down = Pipe(f"{plan.name}-up", plan.up), Pipe(plan.name, plan.down)
+        self.network.add(plan.name, plan.site, up, down, actor.receive)
+        self.scheduler.know(plan.name, FromAgent)
+        return actor
+
+    def _faults(self) -> list[Fault]:
+        spec = self.scenario.faults
+        faults = agent_faults(spec, list(self.agents), self.seed, self.scenario.limit_s)
+        for name in spec.dead_trainers:
+            faults.append(Fault(spec.trainer_dies_s, f"trainer-{name}", "crash"))
+            if spec.trainer_down_s > 0.0:
+                back_s = spec.trainer_dies_s + spec.trainer_down_s
+                faults.append(Fault(back_s, f"trainer-{name}", "return"))
+        return sorted(faults)
+
+    def _fault(self, fault: Fault) -> None:
+        actors: dict[str, AgentActor | TrainerActor] = {
+            **self.agents,
+            **{trainer.name: trainer for trainer in self.trainers.values()},
+        }
+        actor = actors[fault.host]
+        match fault.what:
+            case "crash" if actor.alive:
+                actor.crash()
+            case "return" if not actor.alive:
+                actor.start()
+            case "cut":
+                self.network.cut(fault.host)
+            case "restore":
+                self.network.cut(fault.host, is_cut=False)
+                if isinstance(actor, AgentActor):
+                    actor.link_up()
+            case _:
+                pass
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def _watch(self, _: object) -> None:
+        steps = self.ledger.steps
+        if all(_reached(steps.get(policy, []), most) for policy, most in self._targets.items()):
+            self.kernel.stop()
+        else:
+            self.kernel.after(1.0, self._watch)
+
+    def _accounting(self) -> tuple[AccountingRow, ...]:
+        return tuple(row for run in self._status().runs for row in run.accounting)
+
+    def _status(self) -> "SchedulerStatus":
+        return self.scheduler.core.status(self.kernel.now)
+
+    def _result(self) -> Result:
+        ledger, now = self.ledger, self.kernel.now
+        most = self.scenario.steps
+        measured = {
+            policy: [step for step in ledger.steps.get(policy, []) if step.step <= most]
+            for policy in self._targets
+        }
+        finished = all(_reached(steps, most) for steps in measured.values())
+        rates = [
+            3600.0 * steps[-1].step / steps[-1].at_s if steps else 0.0
+            for steps in measured.values()
+        ]
+        steps = [step for found in measured.values() for step in found]
+        lags = [lag for step in steps for lag in step.lags]
+        slot_s = now * sum(plan.slots for plan in self.plans)
+        turnaround = sorted(ledger.turnaround_s)
+        return Result(
+            scenario=self.scenario.name,
+            placement=self.placement,
+            seed=self.seed,
+            finished=finished,
+            virtual_s=now,
+            steps={policy: found[-1].step if found else 0 for policy, found in measured.items()},
+            steps_hour=min(rates, default=0.0),
+            wasted_share=ledger.wasted_share,
+            wasted_token_share=ledger.wasted_token_share,
+            idle_share=1.0 - sum(a.engine.busy_s for a in self.agents.values()) / max(slot_s, 1e-9),
+            lag_mean=sum(lags) / max(1, len(lags)),
+            waiting_share=sum(step.waiting_s for step in steps) / max(now * len(measured), 1e-9),
+            turnaround_p50_s=_percentile(turnaround, 0.5),
+            turnaround_p95_s=_percentile(turnaround, 0.95),
+            accounting=self._accounting(),
+            counters=dict(self._status().counters),
+            events=self.kernel.events,
+            scheduler_events=self.scheduler.handled,
+            messages=self.network.sent,
+            lost_messages=self.network.lost,
+            digest="" if self.history is None else self.history.digest(),
+            problems=tuple(self.problems()),
+        )
+
+
+def simulate(
+    scenario: Scenario, placement: PlacementName, seed: int, *, history: bool = False
+) -> Result:
+    """Run a scenario under one rule and seed."""
+    return Simulation(scenario, placement=placement, seed=seed, history=history).run()
+
+
+def _reached(steps: list["Step"], most: int) -> bool:
+    return bool(steps) and steps[-1].step >= most
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,0 +1,168 @@
+"""What is simulated: sites, agents, links, a run, faults. A scenario is a TOML file.
+
+What always holds: the fleet is a function of the scenario and the seed; unknown keys are refused.
+"""
+
+import random
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from scheduler.core.settings import CoreSettings
+from sim.faults import FaultSpec
+from sim.topology import Topology, load_regions, star
+from sim.workload import Workload
+from transport.errors import ConfigError
+from transport.runs import PolicySpec, RunSpec, TaskSpec, WorkflowSpec
+
+RUN: Final = "sim"
+MBIT: Final = 125_000.0
+"""Bytes per second."""
+
+Positive = Annotated[int, Meta(ge=1, le=10**6)]
+Rate = Annotated[float, Meta(gt=0.0, le=1e9)]
+
+
+class AgentsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``per_site`` agents at each site; slots, tokens per second of one sequence and access link
+    (Mbit/s; upwards ``up_mbit`` where given) are drawn from these choices, each by itself."""
+
+    per_site: Positive = 2
+    slots: tuple[Positive, ...] = (8,)
+    tokens_per_s: tuple[Rate, ...] = (50.0,)
+    link_mbit: tuple[Rate, ...] = (100.0,)
+    up_mbit: tuple[Rate, ...] = ()
+
+
+class PolicyShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``train_s`` None: the workload's."""
+
+    batch_groups: Positive = 64
+    max_policy_lag: Annotated[int, Meta(ge=0, le=10_000)] = 2
+    train_s: float | None = None
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``regions`` names a shipped table of round trips, or ``sites`` gives each site's round trip
+    to the cloud in milliseconds; ``cloud`` is where scheduler, services and trainers are, behind
+    one NIC of ``nic_mbit``. Simulated until every policy has finished ``steps`` steps, or
+    ``limit_s``. ``scheduler`` changes settings of its core."""
+
+    name: str
+    about: str = ""
+    regions: str = ""
+    sites: dict[str, Annotated[float, Meta(ge=0.0, le=1e5)]] = {}
+    cloud: str = "us-east-1"
+    nic_mbit: Rate = 25_000.0
+    agents: AgentsSpec = AgentsSpec()
+    policies: dict[str, PolicyShape] = msgspec.field(
+        default_factory=lambda: {"policy": PolicyShape()}
+    )
+    group_size: Positive = 1
+    steps: Positive = 60
+    limit_s: Annotated[float, Meta(gt=0.0, le=1e9)] = 50_000.0
+    workload: Workload = Workload()
+    faults: FaultSpec = FaultSpec()
+    scheduler: dict[str, Any] = {}
+
+    def topology(self) -> Topology:
+        if self.regions:
+            return load_regions(self.regions)
+        return star({s: ms / 1000.0 for s, ms in self.sites.items()}, centre=self.cloud)
+
+    def fleet(self, seed: int) -> list["AgentPlan"]:
+        """The agents of this seed, by name."""
+        topology = self.topology()
+        sites = topology.sites if self.regions else tuple(self.sites)
+        rng = random.Random(seed)  # noqa: S311
+        spec = self.agents
+        plans: list[AgentPlan] = []
+        for site in sites:
+            for number in range(spec.per_site):
+                slots = rng.choice(spec.slots)
+                tokens_per_s = rng.choice(spec.tokens_per_s)
+                down = rng.choice(spec.link_mbit)
+                up = rng.choice(spec.up_mbit) if spec.up_mbit else down
+                name = f"{site}-{number}"
+                plans.append(AgentPlan(name, site, slots, tokens_per_s, up * MBIT, down * MBIT))
+        return plans
+
+    def core_settings(self, placement: str) -> CoreSettings:
+        """Raises ConfigError for a setting that is not there or does not fit."""
+        try:
+            return msgspec.convert({**self.scheduler, "placement": placement}, CoreSettings)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"scheduler of scenario {self.name}: {error}") from error
+
+    def run_spec(self) -> RunSpec:
+        """The run: some steps longer than what is measured, so that the end does not show."""
+        policies = {
+            name: PolicySpec(
+                model="sim",
+                trainer="numpy",
+                steps=self.steps + 4 * (shape.max_policy_lag + 1),
+                batch_groups=shape.batch_groups,
+                max_policy_lag=shape.max_policy_lag,
+                checkpoint_every=10,
+            )
+            for name, shape in self.policies.items()
+        }
+        return RunSpec(
+            name=RUN,
+            policies=policies,
+            task=TaskSpec(source="reasoning-gym", dataset="chain_sum"),
+            workflow=WorkflowSpec(
+                policies=tuple(self.policies),
+                group_size=self.group_size,
+                max_new_tokens=self.workload.max_new_tokens,
+            ),
+        )
+
+
+class AgentPlan(msgspec.Struct, frozen=True):
+    """One agent; rates of its link in bytes per second."""
+
+    name: str
+    site: str
+    slots: int
+    tokens_per_s: float
+    up: float
+    down: float
+
+    @property
+    def hardware(self) -> str:
+        """What an agent says of its machine: agents of one kind are equally fast."""
+        return f"class-{self.tokens_per_s:g}"
+
+
+def load_scenario(source: str | Path) -> Scenario:
+    """A file, or the name of a shipped scenario.
+
+    Raises:
+        ConfigError: there is none, or it does not fit; names the field.
+    """
+    path = Path(source)
+    shipped = resources.files("sim.data").joinpath(f"{source}.scenario.toml")
+    if path.suffix == ".toml":
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"scenario {path}: {error.strerror}") from error
+    elif shipped.is_file():
+        text = shipped.read_bytes()
+    else:
+        known = ", ".join(shipped_scenarios())
+        raise ConfigError(f"scenario {source!r} is not shipped; there are {known}")
+    try:
+        return msgspec.toml.decode(text, type=Scenario)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"scenario {source}: {error}") from error
+
+
+def shipped_scenarios() -> list[str]:
+    names = [entry.name for entry in resources.files("sim.data").iterdir()]
+    ending = ".scenario.toml"
+    return sorted(name.removesuffix(ending) for name in names if name.endswith(ending))

@@ -1,0 +1,387 @@
+"""Orders to agents, evidence and quarantine, and what a person sees of them."""
+
+import pytest
+from core_builders import (
+    RUN,
+    SOLVER,
+    Scene,
+    make_run,
+    make_scene,
+    make_summary,
+    messages,
+    released,
+    replies,
+)
+
+from scheduler.core import quarantine, requests
+from scheduler.core.events import FromAgent
+from scheduler.core.failures import class_of
+from transport.messages import (
+    AgentLog,
+    AgentLogRequest,
+    AgentLogs,
+    AgentLogsRequest,
+    AgentOrder,
+    CommandReply,
+    DrainOrder,
+    Goodbye,
+    LeaseOffer,
+    StatusRequest,
+)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    scene = make_scene()
+    scene.joined("a", slots=2)
+    return scene
+
+
+def ordered(scene: Scene, order: str, agent: str = "a", **changes) -> CommandReply:
+    return scene.asked(AgentOrder(agent=agent, order=order, **changes))
+
+
+def invalid(scene: Scene, offer: LeaseOffer) -> None:
+    """A result with a reward too few."""
+    scene.accepted(offer)
+    scene.finished(offer, rewards=(1.0,))
+
+
+def excluded(scene: Scene, agent: str = "a") -> Scene:
+    ordered(scene, "quarantine", agent, reason="odd log-probabilities")
+    return scene
+
+
+def test_an_order_to_nobody_names_who_is_there(scene):
+    reply = ordered(scene, "cordon", "nobody")
+    assert (reply.ok, reply.code) == (False, "agent.unknown")
+    assert "agents: a" in reply.message
+
+
+def test_a_cordoned_agent_keeps_what_it_has_and_gets_no_more(scene):
+    held = scene.live_offers("a")
+    assert ordered(scene, "cordon").ok
+    assert scene.agent().state == "cordoned"
+    assert scene.live_offers("a") == held
+    scene.accepted(held[0])
+    scene.finished(held[0])
+    assert len(scene.live_offers("a")) == len(held) - 1
+    assert ordered(scene, "uncordon").ok
+    assert (scene.agent().state, scene.agent().cordoned) == ("ready", False)
+    assert len(scene.live_offers("a")) == len(held)
+
+
+def test_a_cordon_survives_both_sides_restarts(scene):
+    ordered(scene, "cordon")
+    scene.restart()
+    scene.joined("a", incarnation=2)
+    assert scene.agent().state == "cordoned"
+    assert not scene.live_offers("a")
+
+
+def test_a_drain_order_is_repeated_until_the_agent_says_that_it_drains(scene):
+    order = DrainOrder(deadline_s=90.0, reason="new disk")
+    ordered(scene, "drain", deadline_s=90.0, reason="new disk")
+    assert messages(scene.effects, DrainOrder, "a") == [order]
+    assert scene.agent().state == "draining"
+    assert messages(scene.beats("a"), DrainOrder) == [order]
+    assert messages(scene.heard("a", draining=True, held=scene.held_by("a")), DrainOrder) == []
+    assert messages(scene.heard("a", draining=True, held=scene.held_by("a")), DrainOrder) == []
+    scene.feed(FromAgent("a", Goodbye(reason="drained")))
+    assert scene.agent().state == "gone"
+
+
+def test_a_draining_agent_gets_nothing_new_and_is_free_again_after_its_return(scene):
+    ordered(scene, "drain")
+    offer = scene.live_offers("a")[0]
+    scene.accepted(offer)
+    before = len(scene.live_offers("a"))
+    scene.finished(offer)
+    assert len(scene.live_offers("a")) == before - 1
+    scene.feed(FromAgent("a", Goodbye(reason="drained")))
+    scene.joined("a", incarnation=2)
+    assert scene.agent().state == "ready"
+    assert scene.live_offers("a")
+
+
+def test_an_order_to_drain_goes_out_again_after_a_reconnect(scene):
+    ordered(scene, "drain")
+    effects = scene.joined("a", held=scene.held_by("a"))
+    assert len(messages(effects, DrainOrder, "a")) == 1
+    assert scene.agent().state == "draining"
+
+
+def test_an_agent_that_is_away_cannot_be_told_to_drain(scene):
+    scene.wait(13.0)
+    assert scene.agent().state == "lost"
+    assert ordered(scene, "drain").code == "agent.away"
+
+
+def test_a_quarantined_agent_is_not_counted_on_and_its_results_are_not_accepted(scene):
+    held = scene.live_offers("a")
+    for offer in held:
+        scene.accepted(offer)
+    excluded(scene)
+    status = scene.agent()
+    assert status.state == "quarantined"
+    assert "odd log-probabilities" in status.quarantined
+    assert scene.books().in_flight == 0
+    scene.joined("b", slots=8)
+    assert {offer.job for offer in scene.live_offers("b")} >= {offer.job for offer in held}
+    digest = make_summary(held[0], "a", versions={}).digest
+    assert released(scene.finished(held[0])) == [digest]
+    assert scene.counter("results.quarantined") == 1
+    assert scene.books().buffered == 0
+
+
+def test_what_a_quarantined_agent_holds_is_counted_on_again_after_its_release(scene):
+    held = scene.live_offers("a")
+    for offer in held:
+        scene.accepted(offer)
+    excluded(scene)
+    scene.beats("a")
+    assert scene.books().in_flight == 0
+    assert ordered(scene, "release").ok
+    assert scene.live_offers("a") == held  # nothing new before it has said what it holds
+    scene.beats("a")
+    assert scene.books().in_flight == len(held)
+    scene.finished(held[0])
+    assert scene.counter("results.accepted") == 1
+    assert scene.agent().evidence == ()
+
+
+def test_a_quarantine_survives_restarts_and_a_long_absence():
+    scene = make_scene(forget_agent_s=60.0)
+    scene.joined("a", slots=2)
+    excluded(scene)
+    scene.feed(FromAgent("a", Goodbye(reason="off")))
+    scene.wait(200.0)
+    scene.restart()
+    scene.joined("a", incarnation=2)
+    assert scene.agent().state == "quarantined"
+    assert not scene.live_offers("a")
+
+
+def test_three_invalid_results_exclude_an_agent_with_the_evidence_shown(scene):
+    for count in range(3):
+        assert scene.agent().state == "ready", count
+        invalid(scene, scene.live_offers("a")[0])
+    status = scene.agent()
+    assert (status.state, status.quarantined) == ("quarantined", "summary.invalid")
+    assert len(status.evidence) == 3
+    assert all("1 rewards" in line for line in status.evidence)
+    assert scene.counter("quarantine.agents") == 1
+
+
+def test_old_evidence_weighs_less(scene):
+    for _ in range(2):
+        invalid(scene, scene.live_offers("a")[0])
+    for _ in range(3600):
+        scene.now += 2.0
+        scene.beats("a")
+        if scene.now > 7000.0:
+            break
+    invalid(scene, scene.live_offers("a")[0])
+    assert scene.agent().state == "ready"
+
+
+def test_a_body_of_another_job_speaks_against_its_agent(scene):
+    scene.joined("b", slots=2)
+    for count in range(3):
+        scene.produced(scene.effects)
+        for offer in scene.live_offers("a")[:2] + scene.live_offers("b")[:2]:
+            scene.accepted(offer)
+            scene.finished(offer)
+        scene.requested(1)
+        [policy] = scene.core._ctx.policies.values()
+        job = next(iter(policy.taken[1]))
+        scene.refused_group(1, job, "body.other")
+        assert scene.counter("quarantine.evidence.body.other") == count + 1
+
+
+def test_two_trainers_who_say_the_same_count_once(scene):
+    for _ in range(5):
+        quarantine.body_refused(scene.core._ctx, "a", "r/t-000000#1", "body.other")
+    assert scene.agent().evidence == ("body.other: r/t-000000#1",)
+    assert scene.agent().state == "ready"
+
+
+def test_a_missing_body_is_not_the_agents_fault(scene):
+    quarantine.body_refused(scene.core._ctx, "a", "r/t-000000#1", "body.missing")
+    assert scene.agent().evidence == ()
+
+
+def test_a_crash_loop_excludes_an_agent_when_another_can_work(scene):
+    for incarnation in range(2, 7):
+        scene.wait(1.0)
+        scene.joined("a", incarnation=incarnation)
+    assert scene.agent().state == "ready"  # it is the only one
+    scene.joined("b", slots=2)
+    for incarnation in range(7, 9):
+        scene.wait(1.0)
+        scene.joined("a", incarnation=incarnation)
+    assert scene.agent().quarantined == "crash_loop"
+    assert scene.agent("b").state == "ready"
+
+
+def test_starts_with_results_in_between_are_no_crash_loop(scene):
+    scene.joined("b", slots=2)
+    for incarnation in range(2, 12):
+        scene.produced(scene.effects)
+        scene.joined("a", incarnation=incarnation)
+        if scene.live_offers("a"):
+            offer = scene.live_offers("a")[0]
+            scene.accepted(offer)
+            scene.finished(offer)
+        elif incarnation > 5:
+            break
+        scene.wait(1.0)
+    assert scene.agent().quarantined == ""
+
+
+def test_starts_after_a_goodbye_are_no_crash_loop(scene):
+    scene.joined("b", slots=2)
+    for incarnation in range(2, 12):
+        scene.feed(FromAgent("a", Goodbye(reason="update")))
+        scene.joined("a", incarnation=incarnation)
+    assert scene.agent().state == "ready"
+
+
+def test_many_own_failures_in_a_row_exclude_an_agent_when_another_does_well():
+    scene = make_scene(run=make_run(max_attempts=100), retry_backoff_max_s=0.0)
+    scene.joined("a", slots=2)
+    scene.joined("b", slots=2)
+    for offer in scene.live_offers("b"):
+        scene.accepted(offer)
+    for count in range(quarantine.OWN_FAILURES):
+        scene.wait(0.1)
+        offers = scene.live_offers("a")
+        assert offers, count
+        scene.failed(offers[0], "engine.generation")
+    assert scene.agent().quarantined == "failures_in_a_row"
+
+
+def test_failures_that_are_the_runs_exclude_nobody():
+    scene = make_scene(run=make_run(max_attempts=100), retry_backoff_max_s=0.0)
+    scene.joined("a", slots=2)
+    scene.joined("b", slots=2)
+    for _ in range(40):
+        scene.wait(0.1)
+        for agent in ("a", "b"):
+            for offer in scene.live_offers(agent)[:1]:
+                scene.failed(offer, "workflow.error")
+    assert [scene.agent(agent).quarantined for agent in ("a", "b")] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("agent.draining", "away"),
+        ("weights.timeout", "copy"),
+        ("store", "box"),
+        ("engine.apply", "box"),
+        ("engine.generation", "job"),
+        ("trajectory.malformed", "data"),
+        ("integrity.checksum", "data"),
+        ("integrity.size", "box"),
+        ("reward.timeout", "job"),
+        ("workflow.error", "job"),
+        ("never.heard.of", "job"),
+    ],
+)
+def test_every_code_has_a_class(code, expected):
+    assert class_of(code) == expected
+
+
+def test_what_is_the_boxs_fault_is_tried_elsewhere_and_no_failure_of_the_job(scene):
+    scene.joined("b", slots=2)
+    offer = scene.live_offers("a")[0]
+    scene.accepted(offer)
+    scene.failed(offer, "store")
+    job = scene.core._ctx.tables.jobs[offer.job]
+    assert (job.failures, job.losses, job.avoid) == (0, 1, ["a"])
+
+
+def test_an_agents_log_is_fetched_through_the_scheduler(scene):
+    effects = scene.asks(AgentLogsRequest(agent="a", run=RUN, lines=7))
+    [wanted] = messages(effects, AgentLogRequest, "a")
+    assert (wanted.run, wanted.lines, replies(effects)) == (RUN, 7, [])
+    other = FromAgent("b", AgentLog(request=wanted.request, lines=("no",)))
+    scene.joined("b")
+    assert replies(scene.feed(other)) == []
+    answer = scene.feed(FromAgent("a", AgentLog(request=wanted.request, lines=("x", "y"))))
+    assert replies(answer) == [AgentLogs(agent="a", lines=("x", "y"))]
+    again = scene.feed(FromAgent("a", AgentLog(request=wanted.request, lines=("x",))))
+    assert replies(again) == []
+
+
+def test_a_log_that_does_not_come_is_refused_after_a_while(scene):
+    scene.asks(AgentLogsRequest(agent="a"))
+    [reply] = replies(scene.wait(16.0))
+    assert reply.code == "agent.silent"
+    assert scene.asked(AgentLogsRequest(agent="a")).code == "agent.silent"  # suspect, then lost
+    assert scene.asked(AgentLogsRequest(agent="nobody")).code == "agent.unknown"
+
+
+def test_a_status_is_asked_for_in_pages(scene):
+    for name in ("c", "b", "d"):
+        scene.joined(name)
+    status = scene.asked(StatusRequest(agents_after="b")).status
+    assert [agent.name for agent in status.agents] == ["c", "d"]
+    assert [run.name for run in status.runs] == [RUN]
+
+
+def test_a_page_has_a_bound_and_says_how_many_agents_it_left_out(scene, monkeypatch):
+    monkeypatch.setattr(requests, "AGENTS_PER_STATUS", 2)
+    for name in ("c", "b", "d"):
+        scene.joined(name)
+    status = scene.asked(StatusRequest()).status
+    assert [agent.name for agent in status.agents] == ["a", "b"]
+    assert status.counters["status.agents_left_out"] == 2
+    assert (
+        "status.agents_left_out" not in scene.asked(StatusRequest(agents_after="b")).status.counters
+    )
+
+
+def test_a_status_shows_what_an_agent_said_of_itself():
+    scene = make_scene()
+    scene.joined("a", labels={"site": "home"}, price_usd_hour=1.5, hardware="h100")
+    scene.heard("a", clock_offset_s=-0.25, versions={}, held=scene.held_by("a"))
+    status = scene.agent()
+    assert (status.hardware, status.labels, status.price_usd_hour) == (
+        "h100",
+        {"site": "home"},
+        1.5,
+    )
+    assert status.clock_offset_s == -0.25
+
+
+def test_a_hoarded_attempt_gets_a_sibling_and_may_still_win(scene):
+    scene = make_scene(attempt_max_s=100.0)
+    scene.joined("a", slots=2)
+    offer = scene.live_offers("a")[0]
+    for _ in range(49):
+        scene.wait(2.0)
+        scene.beats("a")
+    assert scene.counter("attempts.stray.lapsed") == 0
+    for _ in range(10):
+        scene.wait(2.0)
+        scene.beats("a")
+    assert scene.counter("attempts.stray.lapsed") >= 1
+    assert offer.attempt in [o.attempt for o in scene.live_offers("a")]
+    scene.finished(offer)
+    assert scene.counter("results.accepted") == 1
+
+
+def test_an_attempts_age_counts_over_a_restart():
+    scene = make_scene(attempt_max_s=100.0)
+    scene.joined("a", slots=2)
+    for _ in range(30):
+        scene.wait(2.0)
+        scene.beats("a")
+    scene.restart()
+    scene.joined("a", slots=2, held=scene.held_by("a"), versions={SOLVER: 0})
+    for _ in range(25):
+        scene.wait(2.0)
+        scene.beats("a")
+    assert scene.counter("attempts.stray.lapsed") >= 1
