@@ -44,12 +44,14 @@ RTT_S = 0.150
 RATES_MBIT_S = (50, 200, 1000)
 TARGET = 0.85
 RENEWAL_TARGET = 2.0
-BODY_BYTES = 2 << 20
+BODY_S = 0.08
+MIN_BODY_BYTES, MAX_BODY_BYTES = 256 << 10, 4 << 20
+"""A body takes the link ``BODY_S``: what is counted when it is acknowledged must not be coarse."""
 RENEW_EVERY_S = 0.03
 POLICY = "bench/bulk"
 AGENT = "far"
 UNLIMITED = LinkPath("no shaping", 0.0, 0.0)
-QUICK_SIZE_BYTES, FULL_SIZE_BYTES = 256 << 20, 1 << 30
+QUICK_SIZE_BYTES, FULL_SIZE_BYTES = 192 << 20, 1 << 30
 """Of the version that is fetched."""
 
 
@@ -63,7 +65,7 @@ class Times:
     counted_s: float
 
 
-QUICK = Times(0.6, 0.9, 1.5, 1.5)
+QUICK = Times(0.4, 0.6, 1.2, 1.3)
 FULL = Times(2.0, 4.0, 3.0, 8.0)
 
 
@@ -188,15 +190,21 @@ async def ours(setting: Setting, mbit_s: int, *, up: bool) -> tuple[float, list[
         entries=str(setting.entries),
     )
     if up:
-        seconds = times.warm_s + times.counted_s + 1.0
-        bodies = int(seconds * mbit_s * 125_000 / BODY_BYTES) + 4
-        await asyncio.to_thread(fill, Path(spec.spool), bodies, BODY_BYTES, seed=mbit_s)
+        seconds = times.warm_s + times.counted_s + 0.5
+        body_bytes = int(BODY_S * mbit_s * 125_000)
+        body_bytes = min(max(body_bytes, MIN_BODY_BYTES), MAX_BODY_BYTES)
+        bodies = int(seconds * mbit_s * 125_000 / body_bytes) + 4
+        await asyncio.to_thread(fill, Path(spec.spool), bodies, body_bytes, seed=mbit_s)
     path = folder / f"end-{mbit_s}-{up}.json"
     await asyncio.to_thread(path.write_bytes, msgspec.json.encode(spec))
     async with end(folder, "agent-up" if up else "agent-down", str(path)) as child:
         over = asyncio.Event()
         renewing = asyncio.create_task(renewals(setting, over))
-        rate = await sustained(child, times.warm_s, times.counted_s)
+        try:
+            rate = await sustained(child, times.warm_s, times.counted_s)
+        except BaseException:
+            renewing.cancel()
+            raise
         over.set()
         return rate, await renewing
 

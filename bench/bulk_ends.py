@@ -8,7 +8,7 @@
 ``raw`` is one plain TCP stream with large socket buffers, moved by blocking calls. ``agent-up`` is
 an agent's production uplink (``bench.uplink``), counted in bodies that the log has acknowledged,
 which it does after its fsync. ``agent-down`` is how an agent's production code fetches a version's
-chunks, counted in verified bytes; nothing is written.
+chunks, counted as their parts arrive; they are verified, and nothing is written.
 
 What always holds: the counting end says ``[monotonic seconds, bytes so far]`` as JSON lines and
 ``[]`` when all has come; a process ends with its standard input.
@@ -33,6 +33,8 @@ from transport.runtime.settings import TransportConfig
 
 SAY_S = 0.02
 SOCKET_BUFFER_BYTES = 16 << 20
+SOURCE_S = 12.0
+"""A source ends by itself: its sink may be gone behind an emulator that keeps the connection."""
 _BLOCK_BYTES = 1 << 20
 
 
@@ -77,9 +79,10 @@ def _tuned(sock: socket.socket) -> socket.socket:
 def _move(connection: socket.socket, what: str, progress: Progress) -> None:
     with connection, contextlib.suppress(ConnectionError):
         if what == "source":
-            block = os.urandom(_BLOCK_BYTES)
-            while True:
+            block, until_s = os.urandom(_BLOCK_BYTES), time.monotonic() + SOURCE_S
+            while time.monotonic() < until_s:
                 connection.sendall(block)
+            return
         buffer = bytearray(_BLOCK_BYTES)
         while count := connection.recv_into(buffer):
             progress.add(count)
@@ -107,13 +110,13 @@ def raw_client(what: str, port: int) -> None:
 
 
 async def agent_up(spec: EndSpec) -> None:
-    from bench.uplink import Uplink
+    from bench.uplink import SPOOL_BYTES, Uplink
     from edge_agent.spool import Spool
     from transport.keys import KeyPair, load_server_key
     from transport.messages import Message, TrajectoryAcks
     from transport.zmq_links import ZmqNetwork
 
-    spool = await asyncio.to_thread(Spool, Path(spec.spool), 2**33)
+    spool = await asyncio.to_thread(Spool, Path(spec.spool), SPOOL_BYTES)
     sizes = {summary.digest: summary.size_bytes for summary in spool.entries()}
     progress = Progress()
 
@@ -156,9 +159,11 @@ async def agent_down(spec: EndSpec) -> None:
     network = ZmqNetwork()
     links = PlaneLinks(network, transport, key=key, server_key=server_key, planes=[Plane.WEIGHTS])
     downloads: Downloads | None = None
+    progress = Progress()
 
     def arrived(source: SourceId, chunk: Chunk, payload: list[bytes]) -> None:
         if downloads is not None:
+            progress.add(sum(map(len, payload)))
             downloads.arrived(source, chunk, payload)
 
     def changed(source: SourceId, up: bool) -> None:
@@ -181,10 +186,9 @@ async def agent_down(spec: EndSpec) -> None:
         changed=changed,
     )
     downloads = Downloads(sources, SystemClock())
-    progress = Progress()
 
     def keep(chunk: ReceivedChunk) -> None:
-        progress.add(len(chunk.data))
+        """Verified; nothing is written."""
 
     async with asyncio.TaskGroup() as tasks:
         background = [

@@ -28,6 +28,8 @@ from transport.ids import Fence
 from transport.messages import (
     KINDS,
     AgentInventory,
+    BodiesGone,
+    BodiesReleased,
     GroupSummary,
     Heartbeat,
     HeldAttempt,
@@ -234,6 +236,9 @@ class _Process:
             elif kind is SummariesAccepted:
                 digests = msgspec.msgpack.decode(header, type=SummariesAccepted).digests
                 self._seen.results += len(digests)
+            elif kind is BodiesReleased:
+                digests = msgspec.msgpack.decode(header, type=BodiesReleased).digests
+                self._log.say(BodiesGone(digests=digests))
 
     # ---- what is due -------------------------------------------------------------------------
 

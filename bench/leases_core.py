@@ -14,13 +14,15 @@ from typing import Final
 
 from bench.leases_load import PROMPT
 from bench.leases_world import POLICY, RUN, run_spec
-from scheduler.core.effects import Effect, ProduceItems, Reply, Send
+from scheduler.core.effects import Effect, Reply, Send
 from scheduler.core.events import Event, FromAgent, FromOperator, FromService, Tick
 from scheduler.core.machine import SchedulerCore
 from scheduler.core.settings import TRAJECTORY_LOG, WEIGHT_STORE, CoreSettings
 from scheduler.core.state import Change, Row
 from transport.messages import (
     AgentInventory,
+    BodiesGone,
+    BodiesReleased,
     ExternalJob,
     GroupSummary,
     Heartbeat,
@@ -58,12 +60,15 @@ class CoreWorld:
         self.now = 0.0
         self.cpu_s = 0.0
         self.events = 0
-        settings = CoreSettings(max_queued_jobs=max_jobs, max_results_per_submitter=max_jobs)
+        settings = CoreSettings(
+            max_queued_jobs=max_jobs, max_results_per_submitter=max_jobs, prompts_on_disk=True
+        )
         self.core = SchedulerCore(
             settings, term=1, rng=random.Random(1), build="bench", rows=rows or ()
         )
         self.offers: list[tuple[str, LeaseOffer]] = []
         self.held: dict[str, dict[str, LeaseOffer]] = {}
+        self.released: list[str] = []
         self.confirmed = 0
         self.submitted = 0
         self.requests = 0
@@ -72,6 +77,8 @@ class CoreWorld:
         self._names = [f"agent-{number:05d}" for number in range(agents)]
         self._versions = {POLICY: VersionRef(version=0, digest=DIGEST)}
         self._next_beat = 0
+        scale = max(1.0, agents / settings.heartbeat_scale_agents)
+        self._heartbeat_s = settings.heartbeat_s * scale
         if rows:
             return
         self.feed(self._asked(RunSubmit(run=run_spec("none"))))
@@ -95,8 +102,8 @@ class CoreWorld:
                 self.offers.append((effect.peer, effect.message))
             elif isinstance(effect, Reply) and isinstance(effect.message, Results):
                 self._take_results(effect.message)
-            elif isinstance(effect, ProduceItems):
-                continue  # nobody trains here
+            elif isinstance(effect, Send) and isinstance(effect.message, BodiesReleased):
+                self.released += effect.message.digests
         return effects
 
     def submit(self, count: int) -> None:
@@ -128,12 +135,15 @@ class CoreWorld:
             summaries = tuple(_summary(name, o) for name, o in done[start : start + TURN_JOBS])
             message = TrajectoriesStored(summaries=summaries)
             self.feed(FromService(service=TRAJECTORY_LOG, message=message), len(summaries))
+        if self.released:
+            gone, self.released = tuple(self.released), []
+            self.feed(FromService(service=TRAJECTORY_LOG, message=BodiesGone(digests=gone)), 0)
         if not self._requested:
             self._request()
 
     def pass_time(self, seconds: float) -> None:
         """Let time go by, with the fleet's heartbeats in it."""
-        beats = int(seconds * len(self._names) / 2.0) or 1
+        beats = int(seconds * len(self._names) / self._heartbeat_s)
         for _ in range(beats):
             self._beat(self._names[self._next_beat % len(self._names)])
             self._next_beat += 1
@@ -209,7 +219,7 @@ def decision_s(world: CoreWorld, count: int) -> float:
 
 
 def queue(world: CoreWorld, count: int) -> float:
-    """Submit so many jobs; what each of them costs in resident bytes, its prompt included."""
+    """Submit so many jobs; what each of them costs in resident bytes."""
     world.submit(100)
     before = _resident_bytes()
     for _ in range(count // 100 - 1):

@@ -16,7 +16,6 @@ from typing import Final
 import msgspec
 
 from bench.leases_core import CoreWorld, decision_s, leases, queue
-from bench.leases_load import PROMPT
 from bench.leases_world import make_world, scheduler, with_port
 from bench.report import Row
 from scheduler.operator import Operator
@@ -54,7 +53,7 @@ def core_rows(quick: bool) -> list[Row]:
     found = _child("core", count)
     events_s, decision = found["events_s"], found["decision_s"]
     queued = QUICK_QUEUED if quick else FULL_QUEUED
-    job_bytes = _child("memory", queued)["job_bytes"] - len(PROMPT)
+    job_bytes = _child("memory", queued)["job_bytes"]
     return [
         Row(
             metric=f"leases.core events per CPU second, {CORE_AGENTS} agents",
@@ -76,7 +75,7 @@ def core_rows(quick: bool) -> list[Row]:
             ok=decision <= DECISION_S,
         ),
         Row(
-            metric=f"leases.core memory per queued job beyond its prompt, {queued} jobs",
+            metric=f"leases.core memory per queued job, prompts on disk, {queued} jobs",
             value=round(job_bytes),
             unit="bytes",
             target=f"<= {JOB_BYTES:.0f}",

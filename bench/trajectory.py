@@ -21,10 +21,12 @@ sign and exponent, and 23 bits for each mantissa, which is noise in log-probabil
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgpack
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from bench.report import Row, main
 from bench.trajectory_model import POLICY, TextModel, arithmetic_model, group_of, text_model
@@ -32,7 +34,7 @@ from transport.trajectory import SequenceRecord, TrajectoryGroup, expand, pack, 
 
 TARGET_BYTES = 5.0
 SIBLINGS = 8
-QUICK_TOKENS, FULL_TOKENS = 256, 2048
+QUICK_TOKENS, FULL_TOKENS = 512, 2048
 QUICK_STEPS, FULL_STEPS = 25, 400
 LARGE_VOCABULARY = 151_936
 _MANTISSA_BITS = 23
@@ -69,7 +71,7 @@ def references(group: TrajectoryGroup) -> Iterator[tuple[str, int]]:
     yield "raw arrays + zstd", len(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(raw))
 
 
-def _entropy_bits(values: "np.ndarray[tuple[int], np.dtype[np.uint32]]") -> float:
+def _entropy_bits(values: NDArray[Any]) -> float:
     _, counts = np.unique(values, return_counts=True)
     shares = counts / counts.sum()
     return float(-(shares * np.log2(shares)).sum())

@@ -60,8 +60,8 @@ def _vocabulary(text: str, size: int) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         show_progress=False,
@@ -78,6 +78,7 @@ def text_model(steps: int, *, vocabulary: int = 8192, seed: int = 0) -> TextMode
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    torch.set_num_threads(1)  # small matrices: more threads wait for each other
     text = _corpus()
     tokenizer = _vocabulary(text, vocabulary)
     ids = np.array(tokenizer.encode(text).ids, np.int64)
@@ -108,7 +109,7 @@ def text_model(steps: int, *, vocabulary: int = 8192, seed: int = 0) -> TextMode
         batch = torch.stack([tokens[start : start + _WINDOW] for start in starts.tolist()])
         loss = model(input_ids=batch, labels=batch).loss
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         schedule.step()
     unseen = ids[-held_out:]

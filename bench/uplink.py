@@ -32,6 +32,7 @@ from transport.runtime.settings import TransportConfig
 from transport.trajectory import body_digest
 
 PLANE = Plane.TRAJECTORIES
+SPOOL_BYTES = 2**33
 _MIN_WAIT_S = 0.001
 
 
@@ -130,11 +131,10 @@ class Uplink:
         await self.links.close()
 
 
-def fill(
-    folder: Path, bodies: int, size_bytes: int, *, seed: int = 0, max_bytes: int = 2**33
-) -> Spool:
-    """A spool of random bodies (nothing compresses them), with summaries that the log takes."""
-    spool = Spool(folder, max_bytes)
+def fill(folder: Path, bodies: int, size_bytes: int, *, seed: int = 0) -> None:
+    """A spool of random bodies (nothing compresses them), with summaries that the log takes. It is
+    to be opened anew, as an agent finds it when it starts."""
+    spool = Spool(folder, SPOOL_BYTES)
     source = np.random.default_rng(seed)
     for number in range(bodies):
         body = source.bytes(size_bytes)
@@ -153,4 +153,3 @@ def fill(
             generating_s=1.0,
         )
         spool.put(summary, body)
-    return Spool(folder, max_bytes)  # as an agent finds it when it starts

@@ -37,7 +37,7 @@ _MAX_SUMMARY_BYTES = 1 << 20
 _MAX_FILE_BYTES = _PREFIX_BYTES + _MAX_SUMMARY_BYTES + MAX_PACKED_BYTES + _CHECK_BYTES
 _SUFFIX = ".group"
 _CHUNK_BYTES = 256 << 10
-_LARGE_BODY_BYTES = 8 << 20
+_LARGE_BODY_BYTES = 2 << 20
 _LARGE_CHUNK_BYTES = 1 << 20
 """Bodies of more than ``_LARGE_BODY_BYTES`` are cut into chunks of so much."""
 

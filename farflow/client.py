@@ -133,6 +133,8 @@ class Client:
                 f"submitter key {path}: no such file; name it with key=, or the folder with keys="
             )
         self._patience_s = patience_s
+        self._network = network
+        self._shared = network is not None
         # One each: a request for results that waits must not hold up a submission or a body.
         self._jobs = Asking(transport, path, answer_s=answer_s, network=network)
         self._results = Asking(transport, path, answer_s=answer_s, network=network)
@@ -141,6 +143,12 @@ class Client:
         )
 
     async def __aenter__(self) -> Self:
+        if not self._shared:
+            from transport.zmq_links import ZmqNetwork
+
+            self._network = ZmqNetwork()
+            for asking in (self._jobs, self._results, self._bodies):
+                asking.use(self._network)
         return self
 
     async def __aexit__(
@@ -151,6 +159,8 @@ class Client:
     ) -> None:
         for asking in (self._jobs, self._results, self._bodies):
             await asking.close()
+        if self._network is not None and not self._shared:
+            await self._network.close()
 
     async def submit(self, run: str, jobs: Iterable[ExternalJob]) -> list[JobReceipt]:
         """Submit jobs to a live run, in as many messages as they need; what a receipt calls queued

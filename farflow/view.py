@@ -204,7 +204,8 @@ def accounting_table(rows: Sequence[AccountingRow]) -> Table:
     table.add_column("policy")
     table.add_column("kind")
     used = [s for s in get_args(CopyState) if any(getattr(row, s) for row in rows)]
-    for column in ("submitted", *used, "abandoned", "balance"):
+    outside = ["abandoned", *(["requeued"] if any(row.requeued for row in rows) else [])]
+    for column in ("submitted", *used, *outside, "balance"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -212,7 +213,7 @@ def accounting_table(rows: Sequence[AccountingRow]) -> Table:
             row.kind,
             str(row.submitted),
             *(str(getattr(row, s)) for s in used),
-            str(row.abandoned),
+            *(str(getattr(row, s)) for s in outside),
             "ok" if row.balance == 0 else f"off by {row.balance}",
         )
     return table

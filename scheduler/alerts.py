@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from scheduler.decider import LAG_WARNING_S
 from transport.errors import StoreError
 from transport.runtime.files import store_errors
 from transport.status import AgentStatus, Alert
 
-LAG_ALERT_S: Final = 0.5
 OFFSET_ALERT_S: Final = 1.0
 DISK_CHECK_S: Final = 30.0
 DISK_FREE_BYTES: Final = 2**30
@@ -101,7 +101,7 @@ class Alerts:
 
     def _own(self) -> Iterable[tuple[str, str, str]]:
         lag_s = self._lag_s()
-        if lag_s >= LAG_ALERT_S:
+        if lag_s >= LAG_WARNING_S:
             text = (
                 f"the deciding loop was held up for {lag_s:.1f} s within the last minute: give the "
                 "scheduler a processor of its own, or fewer agents"

@@ -1,18 +1,18 @@
 """Large bodies on their way from the agents into the trajectory log, chunk by chunk.
 
 What always holds: the log decides what is sent and when, within each agent's own delay-controlled
-window, so that agents share what there is and none delays another; chunks are verified as they
-come and written beside the log, unsynced: they outlive this process but not a power cut, and each
-is hashed again before it is believed after a restart; what is there is not asked for again,
-whichever end was restarted or cut off; a body is handed on once it is whole, and nobody is told of
-it here: only the log's own sync makes it durable. Partial bodies take at most ``MAX_PARTIAL_BYTES``
-of disk: the oldest that nobody is sending go first. A body that does not arrive is dropped in
-silence, and the agent offers it again.
+window, so that agents share what there is and none delays another; a body is handed on once it is
+whole, its digest not yet compared, and nobody is told of it here: only the log's own sync makes it
+durable; what is there is not asked for again, whichever end was restarted or cut off. Chunks stay
+in memory while their body comes in quickly; those of one that does not are written beside the log
+after ``SPILL_S``, or at once where memory is short, unsynced: they outlive this process but not a
+power cut, and each is hashed before it is believed after a restart. Partial bodies take at most
+``MAX_PARTIAL_BYTES`` of disk: the oldest that nobody is sending go first. A body that does not
+arrive is dropped in silence, and the agent offers it again.
 """
 
 import asyncio
-import hashlib
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,18 @@ from typing import Any, Final
 
 import structlog
 
+from scheduler.incoming_body import (
+    Incoming,
+    chunks_fault,
+    partial_entry,
+    read_whole,
+    write_chunks,
+)
 from scheduler.service import Worker
 from transport.chunk_exchange import ChunkExchange
 from transport.chunk_parts import ChunkSource, WantedChunk
-from transport.delivery_window import MIN_PIECE_BYTES, DeliveryWindow
-from transport.envelope import BULK_FRAME_BYTES, encode
+from transport.delivery_window import DeliveryWindow
+from transport.envelope import encode
 from transport.errors import StoreError
 from transport.fair_sender import FairSender
 from transport.messages import Chunk, ChunkRequest, GroupSummary, OfferedBody
@@ -32,7 +39,6 @@ from transport.plane_hub import PlaneHub
 from transport.runtime.clock import Clock
 from transport.trajectory import summary_fault
 from transport.weights.blobs import BlobFolder
-from transport.weights.manifest import CHUNK_DIGEST_BYTES, FileEntry
 from transport.weights.tensors import Buffer
 
 MAX_PARTIAL_BYTES: Final = 2**30
@@ -42,6 +48,9 @@ MAX_BEGUN: Final = 64
 """Bodies of one agent that are asked for at a time."""
 ABANDON_S: Final = 60.0
 """An agent from which nothing comes for so long has to offer again."""
+SPILL_S: Final = 0.5
+MAX_HELD_BYTES: Final = 64 * 2**20
+"""Chunks in memory, of all agents together, before the oldest ones are written."""
 AGENT: Final = "agent"
 """The one source of a body."""
 _PART: Final = ".part"
@@ -50,29 +59,12 @@ _log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class _Incoming:
-    """A body. ``missing`` is None before it was looked for on disk; ``whole``: handed on."""
-
-    summary: GroupSummary
-    route: bytes
-    entry: FileEntry
-    missing: set[int] | None = None
-    whole: bool = False
-
-    def wanted(self, index: int) -> WantedChunk:
-        entry, digest = self.entry, self.summary.digest
-        digests = entry.chunk_digests
-        return WantedChunk(digest, index, entry.size_bytes, entry.chunk_bytes, digests[index])
-
-
-@dataclass(slots=True)
 class _Agent:
     name: str
     route: bytes
     window: DeliveryWindow
     exchange: ChunkExchange
-    bodies: dict[str, _Incoming] = field(default_factory=dict)
-    arrived: deque[tuple[WantedChunk, Buffer]] = field(default_factory=deque)
+    bodies: dict[str, Incoming] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     heard_s: float = 0.0
 
@@ -115,7 +107,7 @@ class BodyIntake:
         self._in_use: Counter[str] = Counter()
         self._removals: set[asyncio.Task[None]] = set()
         self.queued_bytes = 0
-        """Chunks that wait for the disk."""
+        """Chunks in memory."""
         self.counters: Counter[str] = Counter()
         self._find_partials(folder)
 
@@ -129,7 +121,7 @@ class BodyIntake:
     def offered(self, name: str, route: bytes, body: OfferedBody) -> str:
         """An agent has a body that the log lacks; says what is wrong with that, or nothing."""
         summary = body.summary
-        fault = summary_fault(summary) or _chunks_fault(body)
+        fault = summary_fault(summary) or chunks_fault(body)
         if fault:
             return fault
         agent = self._agents.get(name)
@@ -144,7 +136,7 @@ class BodyIntake:
         if known is not None:
             known.route = route
         elif len(agent.bodies) < MAX_OFFERED:
-            agent.bodies[summary.digest] = _Incoming(summary, route, _entry(name, body))
+            agent.bodies[summary.digest] = Incoming(summary, route, partial_entry(name, body))
         else:
             self.counters["over_limit"] += 1
         agent.wake.set()
@@ -169,10 +161,28 @@ class BodyIntake:
             AGENT, chunk.digest, chunk.index, chunk.part_bytes, payload[0], now
         )
         if found is not None:
-            agent.arrived.append(found)
-            self._count(len(found[1]))
-            agent.wake.set()
+            self._keep(agent, *found, now)
         self._ask(agent)
+
+    def _keep(self, agent: _Agent, wanted: WantedChunk, data: Buffer, now: float) -> None:
+        """The connection is authenticated and the whole body's digest is compared before it is
+        stored, so that this one is not."""
+        body = agent.bodies.get(wanted.file_digest)
+        if not agent.exchange.verified(wanted, data, right=True) or body is None:
+            return
+        if body.missing is None or wanted.number not in body.missing:
+            return
+        if not body.held:
+            body.held_s = now
+            agent.wake.set()  # it may have to be written in time
+        body.held[wanted.number] = data
+        body.missing.discard(wanted.number)
+        self._count(len(data))
+        if len(body.held) == len(body.entry.chunk_digests):
+            whole = b"".join(body.held[index] for index in range(len(body.held)))
+            self._hand_over(agent, body, whole)
+        if not body.missing or self.queued_bytes > MAX_HELD_BYTES:
+            agent.wake.set()
 
     def settled(self, name: str, digest: str, *, keep: bool) -> bytes | None:
         """The log is done with a body that was handed on. ``keep``: there was no room for it, and
@@ -220,15 +230,15 @@ class BodyIntake:
                 deadline = agent.exchange.next_deadline()
                 if deadline is None:
                     deadline = (agent.heard_s if agent.open else now) + ABANDON_S
+                if any(body.held for body in agent.bodies.values()):
+                    deadline = min(deadline, now + SPILL_S)
                 await _wait(agent.wake, min(max(0.0, deadline - now), ABANDON_S))
-                while agent.arrived:
-                    await self._store(agent, *agent.arrived.popleft())
+                await self._spill(agent)
         except StoreError as error:  # its bodies stay in the agent's spool and are offered again
             self.counters["disk"] += 1
             _log.error("body.not_written", agent=agent.name, reason=str(error))
         finally:
             del self._agents[agent.name]
-            self._count(-sum(len(data) for _, data in agent.arrived))
             for body in agent.bodies.values():
                 self._let_go(body, keep=True)
 
@@ -257,9 +267,9 @@ class BodyIntake:
             count += 1
             ahead_bytes += len(body.missing) * body.entry.chunk_bytes
             if not body.missing:
-                await self._complete(agent, body)
+                agent.wake.set()
 
-    async def _reserve(self, body: _Incoming) -> bool:
+    async def _reserve(self, body: Incoming) -> bool:
         """Room on disk for a body, made by removing older ones that nobody is sending."""
         if not self._has_room(body.entry.size_bytes):
             return False
@@ -276,23 +286,32 @@ class BodyIntake:
         self._in_use[name] += 1
         return True
 
-    async def _store(self, agent: _Agent, wanted: WantedChunk, data: Buffer) -> None:
-        body = agent.bodies.get(wanted.file_digest)
-        right = body is not None and await self._disk.run(
-            _verify_and_write, self._blobs, body.entry, wanted.number, data
-        )
-        self._count(-len(data))
-        if not agent.exchange.verified(wanted, data, right) or body is None or not body.missing:
-            return
-        body.missing.discard(wanted.number)
-        if not body.missing:
-            await self._complete(agent, body)
+    async def _spill(self, agent: _Agent) -> None:
+        """Write what has been in memory for long, or too much; hand on what is whole now."""
+        for body in [body for body in agent.bodies.values() if body.missing is not None]:
+            if body.whole:
+                continue
+            due = self._clock.monotonic_s() >= body.held_s + SPILL_S
+            if body.held and (due or not body.missing or self.queued_bytes > MAX_HELD_BYTES):
+                chunks = dict(body.held)
+                await self._disk.run(write_chunks, self._blobs, body.entry, chunks)
+                self._let_go_of_chunks(body, chunks)
+            if not (body.missing or body.held or body.whole):
+                data = await self._disk.run(read_whole, self._blobs, body.entry)
+                self._hand_over(agent, body, data)
 
-    async def _complete(self, agent: _Agent, body: _Incoming) -> None:
-        data = await self._disk.run(_read, self._blobs, body.entry)
+    def _hand_over(self, agent: _Agent, body: Incoming, data: bytes) -> None:
+        self._let_go_of_chunks(body, dict(body.held))
         body.whole = True
         self.counters["bodies"] += 1
         self._hand_on(agent.name, body.route, body.summary, data)
+
+    def _let_go_of_chunks(self, body: Incoming, chunks: dict[int, Buffer]) -> None:
+        """These are on disk, or not wanted any more."""
+        for index, data in chunks.items():
+            if body.held.pop(index, None) is not None:
+                self._count(-len(data))
+        body.held_s = self._clock.monotonic_s()
 
     def _drop_failed(self, agent: _Agent) -> None:
         """Bodies that the agent does not have (any more) or that never arrive right."""
@@ -306,8 +325,9 @@ class BodyIntake:
             self._let_go(body, keep=False)
         agent.exchange.failed.clear()
 
-    def _let_go(self, body: _Incoming, *, keep: bool) -> None:
+    def _let_go(self, body: Incoming, *, keep: bool) -> None:
         name = body.entry.digest
+        self._let_go_of_chunks(body, dict(body.held))
         if body.missing is None:
             return
         self._in_use[name] -= 1
@@ -328,44 +348,6 @@ class BodyIntake:
     def _count(self, more_bytes: int) -> None:
         self.queued_bytes += more_bytes
         self._queued()
-
-
-def _entry(agent: str, body: OfferedBody) -> FileEntry:
-    """The file that a partial body is in: an agent never touches another one's."""
-    name = hashlib.sha256(f"{agent}/{body.summary.digest}".encode()).hexdigest()
-    return FileEntry(
-        name=body.summary.digest,
-        kind="artefact",
-        digest=name,
-        size_bytes=body.summary.size_bytes,
-        chunk_bytes=body.chunk_bytes,
-        chunk_digests=body.chunk_digests,
-    )
-
-
-def _chunks_fault(body: OfferedBody) -> str:
-    """What is wrong with how a body is cut, or nothing."""
-    if not MIN_PIECE_BYTES <= body.chunk_bytes <= BULK_FRAME_BYTES:
-        return f"chunk_bytes: {body.chunk_bytes}, {MIN_PIECE_BYTES} to {BULK_FRAME_BYTES} are taken"
-    count = -(-body.summary.size_bytes // body.chunk_bytes)
-    if len(body.chunk_digests) != count:
-        return f"chunk_digests: {len(body.chunk_digests)}, the body has {count} chunks"
-    if any(len(digest) != CHUNK_DIGEST_BYTES for digest in body.chunk_digests):
-        return f"chunk_digests: one is not of {CHUNK_DIGEST_BYTES} bytes"
-    return ""
-
-
-def _verify_and_write(blobs: BlobFolder, entry: FileEntry, index: int, data: Buffer) -> bool:
-    """In the disk's thread."""
-    if not entry.chunk_matches(index, data):
-        return False
-    blobs.write_chunk(entry, index, data)
-    return True
-
-
-def _read(blobs: BlobFolder, entry: FileEntry) -> bytes:
-    with blobs.open_incoming(entry) as file:
-        return file.read(entry.size_bytes)
 
 
 async def _frames(request: ChunkRequest) -> Sequence[bytes]:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from scheduler.autoscaler import AutoscalerTable
 from transport.runtime.settings import Bytes, Count, DaemonConfig, Port, PositiveSeconds, Seconds
 
 
@@ -15,7 +16,8 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ``keep_versions_max``; ``composite_cpu_share`` of one core goes into shortcuts for them.
     ``weights_http_port`` serves weight files over HTTP (0: not at all) at ``weights_http_host``,
     beyond this machine only with ``weights_http_certificate`` (PEM, with its chain) and
-    ``weights_http_key`` (PEM, unencrypted)."""
+    ``weights_http_key`` (PEM, unencrypted). ``tenant_shares`` weighs the tenants of runs (1 where
+    not named); ``egress_usd_gb`` is what 10^9 bytes of weights that leave here cost."""
 
     folder: str = "scheduler"
     placement: Literal[
@@ -47,6 +49,9 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     weights_http_port: Port = 0
     weights_http_certificate: str = ""
     weights_http_key: str = ""
+    tenant_shares: dict[str, Annotated[float, Meta(gt=0.0, le=1e6)]] = {}
+    egress_usd_gb: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+    autoscaler: AutoscalerTable = AutoscalerTable()
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that contradict each other."""

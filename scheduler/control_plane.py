@@ -60,7 +60,7 @@ class ControlPlane:
         self._clock = clock
         self._speakers = Speakers()
         self._hosted: dict[str, tuple[str, ...]] = {}
-        self.book: "SignerBook | None" = None
+        self.book: SignerBook | None = None
         """Whose certificates agents are to be told."""
         self._beats: dict[str, tuple[int, float]] = {}
         self._routes: dict[str, bytes] = {}

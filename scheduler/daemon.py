@@ -18,6 +18,7 @@ import structlog
 
 from scheduler import trajectory_log, weight_store
 from scheduler.alerts import Alerts
+from scheduler.autoscaler import Autoscaler
 from scheduler.build import build_id
 from scheduler.children import Services
 from scheduler.config import SchedulerConfig
@@ -182,7 +183,7 @@ class _Daemon:
             now=self._decider.now,
             lag_s=lambda: self._decider.loop_lag_s,
         )
-        self._plane.gauges = self._alerts.counters
+        self._plane.gauges = self._gauges
         self._plane.alerts = self._alerts.standing
         self._book = self._plane.book = SignerBook(Path(config.transport.keys))
         self._ports: dict[str, int] | None = None
@@ -223,6 +224,7 @@ class _Daemon:
                 "records": self._write_records(),
                 "statistics": self._log_statistics(),
                 "disk": self._alerts.keep_looking(),
+                **self._autoscaler_parts(),
                 **self._decider.parts(),
             }
         )
@@ -271,6 +273,12 @@ class _Daemon:
         _log.info("scheduler.stopped", status=status)
         return status
 
+    def _autoscaler_parts(self) -> dict[str, Coroutine[Any, Any, None]]:
+        table = self._config.scheduler.autoscaler
+        if not table.enabled:
+            return {}
+        return {"autoscaler": Autoscaler(table, self._clock, self._core.demand).run()}
+
     async def _receive(self) -> None:
         while True:
             for arrival in await self._hub.recv():
@@ -291,6 +299,9 @@ class _Daemon:
         self._ports = facts
         _log.info("scheduler.ready", **facts)
         on_ready({"ready": True, "ports": facts})
+
+    def _gauges(self) -> dict[str, int]:
+        return {**self._alerts.counters(), **self._enrolment.counters}
 
     async def _follow_signers(self) -> None:
         while True:

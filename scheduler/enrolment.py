@@ -141,9 +141,10 @@ class Enrolment:
 
     @property
     def counters(self) -> dict[str, int]:
-        found = {**self._counters}
+        """By stable name: who was let in, refused, cut off, put off by a rate."""
+        found = {f"enrolment.{name}": self._counters[name] for name in sorted(self._counters)}
         if self._limit.put_off:
-            found["enrol.put_off"] = self._limit.put_off
+            found["enrolment.put_off"] = self._limit.put_off
         return found
 
     async def run(self) -> None:
@@ -219,14 +220,14 @@ class Enrolment:
 
     def _arrived(self, hub: Hub, inbound: Inbound) -> None:
         if inbound.route in self._answered:
-            self._cut(hub, inbound, "enrol.second_message")
+            self._cut(hub, inbound, "cut.second_message")
             return
         self._answered[inbound.route] = None
         while len(self._answered) > 2 * max(self._options.max_connections, 1):
             self._answered.popitem(last=False)
         try:
             if not may_send(Role.AGENT, PLANE, peek(inbound.frames)):
-                self._cut(hub, inbound, "enrol.not_allowed")
+                self._cut(hub, inbound, "cut.not_allowed")
                 return
             message, _ = decode(inbound.frames, LIMITS[PLANE])
         except VersionRefused as error:
@@ -234,10 +235,10 @@ class Enrolment:
             self._say(hub, inbound, Refuse(code=error.code, message=text))
             return
         except ProtocolError:
-            self._cut(hub, inbound, "enrol.malformed")
+            self._cut(hub, inbound, "cut.malformed")
             return
         if not isinstance(message, EnrolRequest):
-            self._cut(hub, inbound, "enrol.not_allowed")
+            self._cut(hub, inbound, "cut.not_allowed")
             return
         if message.protocol != PROTOCOL_VERSION:
             text = f"protocol {message.protocol}, the scheduler speaks {PROTOCOL_VERSION}"
@@ -279,7 +280,7 @@ class Enrolment:
             _log.warning("enrolment.refused", code=outcome.code, key=public_key)
             return Refuse(code=outcome.code, message=outcome.message)
         _log.info("enrolment.done", name=outcome.name, key=public_key, fresh=outcome.fresh)
-        self._counters["enrol.fresh" if outcome.fresh else "enrol.repeated"] += 1
+        self._counters["fresh" if outcome.fresh else "repeated"] += 1
         return EnrolReply(
             name=outcome.name,
             role=outcome.role,

@@ -96,6 +96,7 @@ class Planner:
         self._wake = asyncio.Event()
         self._plans: OrderedDict[_Key, _Made] = OrderedDict()
         self._changes = 0
+        self._sent_ahead: dict[PlanFor, tuple[int | None, float]] = {}
         self._held: dict[tuple[str, str], tuple[int | None, float]] = {}  # by policy and agent
         self._asked: dict[str, deque[tuple[float, Asked]]] = {}  # the library's thread's
         self.counters: Counter[str] = Counter()
@@ -106,6 +107,9 @@ class Planner:
             self.counters["too_many_requests"] += 1
             return
         now = self._clock.monotonic_s()
+        if self._sent_ahead.get(key, (-1, 0.0))[0] == request.have_version:
+            # Repeated while the plan was on its way: what followed that is on its way too.
+            request = msgspec.structs.replace(request, ahead_bytes=0)
         self._standing[key] = _Standing(request, agent, now)
         self._held[request.policy, agent] = (request.have_version, now)
         self._is_due(key)
@@ -135,7 +139,10 @@ class Planner:
         what the plan said is to follow it."""
         standing = self._standing.pop(key, None)
         made = None if standing is None else self._plans.get(_key(standing.request))
-        return () if made is None else made.ahead
+        if standing is None or made is None or not made.ahead:
+            return ()
+        self._sent_ahead[key] = (standing.request.have_version, self._clock.monotonic_s())
+        return made.ahead
 
     def holders(self, policy: str) -> list[int]:
         """Versions that living agents hold."""
@@ -151,6 +158,8 @@ class Planner:
         before = self._clock.monotonic_s() - FORGET_S
         for key in [key for key, standing in self._standing.items() if standing.at_s < before]:
             del self._standing[key]
+        for key in [key for key, (_, at_s) in self._sent_ahead.items() if at_s < before]:
+            del self._sent_ahead[key]
         for holder in [holder for holder, (_, at_s) in self._held.items() if at_s < before]:
             del self._held[holder]
 

@@ -35,6 +35,7 @@ class Ledger:
     trained: dict[str, dict[str, None]] = field(default_factory=dict)
     steps: dict[str, list[Step]] = field(default_factory=dict)
     turnaround_s: list[float] = field(default_factory=list)
+    _tokens: dict[str, int] = field(default_factory=dict)
 
     def body_made(self, tokens: int) -> None:
         self.made_groups += 1
@@ -46,9 +47,26 @@ class Ledger:
         if policy in users:
             self.twice += 1
         elif not users:
+            self._tokens[digest] = tokens
             self.trained_groups += 1
             self.trained_tokens += tokens
         users[policy] = None
+
+    def lineage_left(self, policy: str, digests: tuple[str, ...]) -> None:
+        """The steps that used these bodies were lost with their trainer."""
+        for digest in digests:
+            tokens, users = self._tokens[digest], self.trained[digest]
+            users.pop(policy, None)
+            if not users:
+                del self.trained[digest]
+                self.trained_groups -= 1
+                self.trained_tokens -= tokens
+
+    def attempt_aborted(self, tokens: int) -> None:
+        """An attempt was stopped that had drawn so many tokens; none: it had not begun."""
+        if tokens > 0:
+            self.aborted_attempts += 1
+            self.aborted_tokens += tokens
 
     def body_gone(self, digest: str, tokens: int) -> None:
         """Nobody wants a body any more."""
@@ -58,12 +76,13 @@ class Ledger:
 
     @property
     def wasted_share(self) -> float:
-        """Of the groups whose fate is known, those that were not trained on."""
-        return self.wasted_groups / max(1, self.wasted_groups + self.trained_groups)
+        """Of the attempts that began and whose fate is known, those that were not trained on:
+        results that came too late or twice, and attempts that were stopped."""
+        wasted = self.wasted_groups + self.aborted_attempts
+        return wasted / max(1, wasted + self.trained_groups)
 
     @property
     def wasted_token_share(self) -> float:
-        """Of the tokens whose fate is known, those that were not trained on, aborted attempts'
-        included."""
+        """The same in tokens."""
         wasted = self.wasted_tokens + self.aborted_tokens
         return wasted / max(1, wasted + self.trained_tokens)

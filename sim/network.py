@@ -234,9 +234,7 @@ class Network:
         if self._flows.pop(flow, 0) is None:
             self._replan_soon()
 
-    def _start(
-        self, path: _Path, size_bytes: int, bound: float, done: Callable[[], None]
-    ) -> Flow:
+    def _start(self, path: _Path, size_bytes: int, bound: float, done: Callable[[], None]) -> Flow:
         flow = Flow(*path.pair, path.pipes, size_bytes, bound, done)
         flow.started_s = self._kernel.now
         self._flows[flow] = None

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edge_agent.core.settings import AgentSettings
+from scheduler.core.events import FromAgent, FromTrainer
 from scheduler.core.settings import PlacementName
 from sim.actors.agent import AgentActor
 from sim.actors.names import LOG, SCHEDULER, STORE
-from sim.actors.scheduler import FromAgent, FromTrainer, SchedulerActor
+from sim.actors.scheduler import SchedulerActor
 from sim.actors.services import ModelledVersion, TrajectoryLogActor, WeightStoreActor
 from sim.actors.trainer import TrainerActor
 from sim.fair_share import Pipe
@@ -81,7 +82,10 @@ class Simulation:
         rng = random.Random(seed * 7919 + 1)  # noqa: S311
         self.network = Network(self.kernel, scenario.topology(), rng, self.history)
         self.plans = scenario.fleet(seed)
-        self._nic = (Pipe("nic-up", scenario.nic_mbit * MBIT), Pipe("nic", scenario.nic_mbit * MBIT))
+        self._nic = (
+            Pipe("nic-up", scenario.nic_mbit * MBIT),
+            Pipe("nic", scenario.nic_mbit * MBIT),
+        )
         workload = scenario.workload
         self.scheduler = SchedulerActor(
             scenario.core_settings(placement),
@@ -94,9 +98,7 @@ class Simulation:
         self.log = TrajectoryLogActor(
             kernel=self.kernel, network=self.network, workload=workload, ledger=self.ledger
         )
-        self.store = WeightStoreActor(
-            kernel=self.kernel, network=self.network, workload=workload
-        )
+        self.store = WeightStoreActor(kernel=self.kernel, network=self.network, workload=workload)
         for name, receive in (
             (SCHEDULER, self.scheduler.receive),
             (LOG, self.log.receive),
@@ -107,7 +109,9 @@ class Simulation:
             name: self._trainer(name, shape.train_s, check)
             for name, shape in scenario.policies.items()
         }
-        self.agents = {plan.name: self._agent(index, check) for index, plan in enumerate(self.plans)}
+        self.agents = {
+            plan.name: self._agent(index, check) for index, plan in enumerate(self.plans)
+        }
         self._targets = {
             policy: scenario.steps
             for name in scenario.policies
@@ -128,9 +132,9 @@ class Simulation:
         if not reply.ok:
             raise ConfigError(f"scenario {self.scenario.name}: {reply.code}: {reply.message}")
         for trainer in self.trainers.values():
-            self.kernel.at(0.0, lambda _, trainer=trainer: trainer.start())
+            self.kernel.at(0.0, trainer.start)
         for number, agent in enumerate(self.agents.values()):
-            self.kernel.at(0.001 * number, lambda _, agent=agent: agent.start())
+            self.kernel.at(0.001 * number, agent.start)
         for fault in self._faults():
             self.kernel.at(fault.at_s, self._fault, fault)
         self.kernel.after(1.0, self._watch)
@@ -139,10 +143,11 @@ class Simulation:
 
     def problems(self) -> list[str]:
         """Where the books of scheduler, services and engines contradict each other."""
-        found: list[str] = []
-        for row in self._accounting():
-            if row.balance:
-                found.append(f"{row.policy} {row.kind}: balance {row.balance}")
+        found = [
+            f"{row.policy} {row.kind}: balance {row.balance}"
+            for row in self._accounting()
+            if row.balance
+        ]
         ledger = self.ledger
         known = ledger.made_groups - ledger.wasted_groups - ledger.trained_groups
         held = sum(digest not in ledger.trained for digest in self.log.bodies)
@@ -172,7 +177,7 @@ class Simulation:
 
     def _agent(self, index: int, check: bool) -> AgentActor:
         plan = self.plans[index]
-        policies = [policy_id(RUN, name) for name in self.scenario.policies]
+        policies: list[str] = [policy_id(RUN, name) for name in self.scenario.policies]
         settings = AgentSettings(
             slots=plan.slots,
             hardware=plan.hardware,

@@ -73,7 +73,11 @@ class Draws:
 def make_items(start: int, count: int) -> tuple[Item, ...]:
     """Prompts of a usual size."""
     return tuple(
-        Item(index=index, prompt=f"{index:08d} " + "a word or two about the problem " * 12, answer="1")
+        Item(
+            index=index,
+            prompt=f"{index:08d} " + "a word or two about the problem " * 12,
+            answer="1",
+        )
         for index in range(start, start + count)
     )
 

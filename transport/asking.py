@@ -103,6 +103,11 @@ class Asking:
         self._turn = asyncio.Lock()
         self._closed = False
 
+    def use(self, network: Network) -> None:
+        """Connect through ``network``, which is its owner's to close; before the first request."""
+        self._own_network = False
+        self._network = network
+
     async def close(self) -> None:
         """Hang up; a later request raises PeerUnreachable."""
         self._closed = True

@@ -130,7 +130,7 @@ PERMISSIONS: dict[tuple[Role, Plane], frozenset[type[Message]]] = {
             JobReplay,
         }
     ),
-    (Role.VIEWER, Plane.CONTROL): frozenset({StatusRequest, ExplainRequest, EventsRequest}),
+    (Role.VIEWER, Plane.CONTROL): frozenset({ExplainRequest, EventsRequest, StatusRequest}),
     (Role.SUBMITTER, Plane.CONTROL): frozenset({JobSubmit, JobCancel, ResultsRequest}),
     (Role.SCHEDULER, Plane.CONTROL): frozenset(
         {

@@ -26,7 +26,7 @@ CopyState = Literal[
 class AccountingRow(msgspec.Struct, kw_only=True):
     """Where every (group, policy) of one kind stands; ``submitted`` equals the sum of the states.
 
-    ``scored`` is how evaluation jobs succeed and ``delivered`` how external ones do. Two columns are
+    ``scored`` is how evaluation jobs succeed, ``delivered`` how external ones do. Two columns are
     outside the sum: ``abandoned`` counts consumptions that a rolled-back lineage lost (the group
     returned to the buffer and is counted again where it went), ``requeued`` how many of
     ``submitted`` were dead letters before (their first copies stay ``failed``).

@@ -25,7 +25,8 @@ BATCH = 64
 _REQUEST_FRAMES = 6
 _KEY_BYTES = 32
 _REFUSED = (b"400", b"key not authorised", b"")
-_LATER = (b"300", b"too many connections", b"")
+# Not 300: libzmq then keeps the connection, without a word, until the handshake's time is over.
+_LATER = (b"500", b"too many connections", b"")
 
 
 class ZapHandler:

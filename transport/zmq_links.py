@@ -61,6 +61,7 @@ class ZmqLink(End[list[bytes]]):
         self._retry_s = options.reconnect_s
         self._server_keys: ServerKeys | None = None
         self._tried = ""
+        self._following = ""
         self._switching = False
         super().__init__(
             network.context,
@@ -147,16 +148,18 @@ class ZmqLink(End[list[bytes]]):
             self._retry = loop.call_later(self._retry_s, self._reconnect)
 
     def _try_another_key(self) -> None:
+        if self._server_keys is None or self._switching:
+            return
         keys = key_candidates(self._server_keys)
         at = keys.index(self._tried) if self._tried in keys else -1
-        following = keys[(at + 1) % len(keys)] if keys else self._tried
-        if following != self._tried:
-            self._tried = following
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, following.encode("ascii"))
-            self._switching = True
+        self._following = keys[(at + 1) % len(keys)]
+        self._switching = self._following != self._tried
 
     def _reconnect(self) -> None:
-        self._switching = False
+        if self._switching:
+            self._switching = False
+            self._tried = self._following
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, self._tried.encode("ascii"))
         self._retry_s = min(2 * self._retry_s, self._options.reconnect_max_s)
         try:
             self._socket.disconnect(self.endpoint)

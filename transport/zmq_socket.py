@@ -32,6 +32,9 @@ KEEPALIVE_IDLE_S = 60
 CURVE_OVERHEAD_BYTES = 64
 """CURVE wraps a frame in 33 more bytes; MAXMSGSIZE counts them."""
 
+BUSY_STATUS = 500
+"""ZAP status of a peer that is put off (``transport.zap``)."""
+
 HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -221,6 +224,8 @@ class End(Generic[T]):
 
 def failure_text(event: int, value: int) -> str:
     """A handshake failure in words; ``value`` is a ZAP status, protocol error or errno."""
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == BUSY_STATUS:
+        return "the hub takes no more connections from here just now"
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return f"the hub refused our key (status {value}): is it in the authorized folder?"
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

@@ -14,6 +14,11 @@ SAMPLES: Final = 8
 """As NTP's clock filter keeps."""
 
 
+CLOCKS_AGREE_S: Final = 1e-3
+CLOCKS_DRIFT: Final = 1e-3
+"""By how much two clocks may differ over the same time: what is rounded, and a part of it."""
+
+
 class _Sample(NamedTuple):
     delay_s: float
     ahead_s: float | None
@@ -32,10 +37,10 @@ class ClockFilter:
         between) the sample is a delay alone, an upper bound of it."""
         elapsed_s = max(arrived_s - sent_s, 0.0)
         held_s = replied_s - received_s
-        stamped = received_s > 0.0 and math.isfinite(received_s) and 0.0 <= held_s <= elapsed_s
-        if stamped:
+        most_s = elapsed_s + CLOCKS_AGREE_S + CLOCKS_DRIFT * elapsed_s
+        if received_s > 0.0 and math.isfinite(received_s) and 0.0 <= held_s <= most_s:
             ahead_s = ((received_s - sent_s) + (replied_s - arrived_s)) / 2
-            self._samples.append(_Sample(elapsed_s - held_s, ahead_s))
+            self._samples.append(_Sample(max(elapsed_s - held_s, 0.0), ahead_s))
         else:
             self._samples.append(_Sample(elapsed_s, None))
 

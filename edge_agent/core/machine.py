@@ -32,6 +32,7 @@ from edge_agent.core.events import (
     VerifyFailed,
 )
 from edge_agent.core.journal import Journal
+from edge_agent.core.leaving import Leaving
 from edge_agent.core.session import Session
 from edge_agent.core.settings import AgentSettings
 from edge_agent.core.weights import Weights
@@ -73,7 +74,6 @@ if TYPE_CHECKING:
     from random import Random
 
 _MAX_REASON = 200
-_MAX_DRAIN_S = 1e9
 _MAX_LOG_LINES = 2000
 
 
@@ -121,8 +121,7 @@ class AgentCore:
             bytes_up=0,
             bytes_down=0,
         )
-        self._drain_until_s: float | None = None
-        self._drain_reason = ""
+        self._leaving = Leaving(settings, self._work)
         self._exited = False
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -142,7 +141,7 @@ class AgentCore:
             self._session.deadline(),
             self._work.deadline(),
             self._work.outbox.deadline(),
-            self._drain_until_s,
+            self._leaving.until_s,
             *(
                 ladder.deadline(in_use=bool(self._work.attempts.of_policy(ladder.policy)))
                 for ladder in self._weights
@@ -239,7 +238,7 @@ class AgentCore:
                 self._work.measured(event.running_sequences + event.waiting_sequences)
                 self._session.read_wall(wall_s, now)
             case DrainRequested(reason=reason, deadline_s=deadline_s):
-                return self._drain(reason, deadline_s, now)
+                return self._leaving.drain(reason, deadline_s, now)
             case Tick():
                 pass
             case _:
@@ -268,7 +267,7 @@ class AgentCore:
                 return self._weights.host(policies, now)
             case DrainOrder(deadline_s=deadline_s, reason=reason):
                 within_s = deadline_s if deadline_s > 0.0 else None
-                return self._drain(reason[:_MAX_REASON], within_s, now)
+                return self._leaving.drain(reason[:_MAX_REASON], within_s, now)
             case AgentLogRequest(request=request, run=run, lines=lines):
                 lines = max(1, min(lines, _MAX_LOG_LINES))
                 return [SendLog(request=request, run=run[:MAX_ID_LENGTH], lines=lines)]
@@ -348,32 +347,10 @@ class AgentCore:
         repeated = self._session.heartbeat_due(now)
         if repeated is not None:
             effects += [*repeated, ToScheduler(message=self._heartbeat(now))]
-        if self._drain_until_s is not None:
-            effects += self._leave_when_done(now, self._drain_until_s)
+        handed_back = self._leaving.done(now)
+        if handed_back is not None:
+            effects += handed_back + self._exit(f"drained: {self._leaving.reason}", 0)
         return effects
-
-    def _drain(self, reason: str, deadline_s: float | None, now: float) -> list[Effect]:
-        within_s = self._settings.drain_s if deadline_s is None else deadline_s
-        until_s = now + min(max(within_s, 0.0), _MAX_DRAIN_S)
-        if self._drain_until_s is not None:
-            self._drain_until_s = min(self._drain_until_s, until_s)
-            return []
-        self._drain_until_s = until_s
-        self._drain_reason = reason
-        self._work.draining = True
-        effects: list[Effect] = []
-        for held in self._work.attempts:
-            if held.state is AttemptState.WAITING:
-                effects += self._work.fail(held, "agent.draining", reason)
-        return effects
-
-    def _leave_when_done(self, now: float, until_s: float) -> list[Effect]:
-        if now < until_s and not self._work.idle:
-            return []
-        effects: list[Effect] = []
-        for held in self._work.attempts:
-            effects += self._work.fail(held, "agent.draining", self._drain_reason)
-        return effects + self._exit(f"drained: {self._drain_reason}", 0)
 
     def _exit(self, reason: str, status: int) -> list[Effect]:
         self._exited = True

@@ -62,6 +62,10 @@ def move(ctx: Context, job: Job, policy: str, state: CopyState, reason: str = ""
         del of_step[job.id]
         if not of_step:
             del live.taken[copy.step]
+    elif before == "in_flight" and state == "buffered" and job.result is not None:
+        live.lengths.returned(job.result.response_tokens / job.sequences)
+    if state == "trained" and job.result is not None:
+        live.lengths.trained(job.result.response_tokens / job.sequences)
     if state == "taken":
         live.taken.setdefault(copy.step, {})[job.id] = None
     elif state == "buffered":

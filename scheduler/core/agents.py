@@ -8,7 +8,7 @@ an agent makes its attempts stray, it does not revoke them; an older incarnation
 held attempt that the scheduler wants no more is named in the next reply.
 """
 
-from scheduler.core import agent_states, attempts, jobs, quarantine, recall, waits
+from scheduler.core import agent_states, attempts, costs, jobs, quarantine, recall, waits
 from scheduler.core.context import CONNECTED, AgentLive, Context, Lease, known_code
 from scheduler.core.state import Agent
 from transport.messages import (
@@ -35,6 +35,7 @@ from transport.messages import (
 )
 
 MAX_LABELS = 64
+MAX_LABEL_LENGTH = 128
 MAX_SLOTS = 1_000_000
 
 
@@ -207,7 +208,7 @@ def _introduce(ctx: Context, name: str, incarnation: int, inventory: AgentInvent
         engine=inventory.engine[:64],
         workflows=inventory.workflows,
         rewards=inventory.rewards,
-        labels=dict(list(inventory.labels.items())[:MAX_LABELS]),
+        labels=_labels(inventory),
         versions={p: ref for p, ref in inventory.versions.items() if p in ctx.hosted},
         price_usd_hour=max(0.0, inventory.price_usd_hour),
         egress_usd_gb=max(0.0, inventory.egress_usd_gb),
@@ -218,6 +219,16 @@ def _introduce(ctx: Context, name: str, incarnation: int, inventory: AgentInvent
         agent.evidence = before.evidence
     ctx.tables.add(agent)
     return agent
+
+
+def _labels(inventory: AgentInventory) -> dict[str, str]:
+    """So few and short ones that a status has room for them."""
+    fitting = [
+        (name, value)
+        for name, value in inventory.labels.items()
+        if len(name) <= MAX_LABEL_LENGTH and len(value) <= MAX_LABEL_LENGTH
+    ]
+    return dict(fitting[:MAX_LABELS])
 
 
 def _reconcile_hello(
@@ -316,6 +327,7 @@ def _serving(ctx: Context, agent: Agent, live: AgentLive, message: VersionServin
         pause_s=message.pause_s,
         now=ctx.now,
     )
+    costs.fetched(ctx, message.policy, message.fetched_bytes)
     ctx.note(agent.name, "serving", policy=message.policy, version=message.version)
     agent_states.ready_if_serving(ctx, agent, live)
 

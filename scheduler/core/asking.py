@@ -14,11 +14,13 @@ WaitKind = Literal["results", "events", "logs"]
 @dataclass(slots=True)
 class SubmitterLive:
     """Indexes of a submitter: its open jobs, the numbers of its results that it has not confirmed
-    and of the confirmed ones that are remembered, both rising, and its waiting requests."""
+    and of the confirmed ones that are remembered, both rising, the sequences of its open jobs and
+    unconfirmed results, and its waiting requests."""
 
     open: dict[str, None] = field(default_factory=dict)
     unconfirmed: dict[int, None] = field(default_factory=dict)
     remembered: deque[int] = field(default_factory=deque)
+    sequences: int = 0
     waiting: dict[int, None] = field(default_factory=dict)
 
 

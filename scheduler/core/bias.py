@@ -21,6 +21,7 @@ import msgspec
 
 WINDOW = 1000
 MIN_GROUPS = 100
+LOOK_GROUPS = 50
 LEVEL_1_PERCENT = 1.63
 MAX_RATIO = 1.1
 """How far the means may be apart before a significant difference is worth a person's time."""
@@ -41,17 +42,34 @@ class LengthBias(msgspec.Struct, frozen=True, kw_only=True):
 class LengthWatch:
     """Mean response lengths, in tokens, of one policy's groups."""
 
-    __slots__ = ("_returned", "_trained")
+    __slots__ = ("_new", "_returned", "_trained", "since_s", "standing")
 
     def __init__(self) -> None:
         self._returned: deque[float] = deque(maxlen=WINDOW)
         self._trained: deque[float] = deque(maxlen=WINDOW)
+        self._new = 0
+        self.standing: LengthBias | None = None
+        """The verdict of the last ``look``."""
+        self.since_s: float | None = None
+        """Since when there has been a bias without a break; None: there is none."""
 
     def returned(self, mean_tokens: float) -> None:
         self._returned.append(mean_tokens)
 
     def trained(self, mean_tokens: float) -> None:
         self._trained.append(mean_tokens)
+        self._new += 1
+
+    def look(self, now: float) -> None:
+        """Bring ``standing`` up to date, once enough has been trained on since the last time."""
+        if self._new < LOOK_GROUPS:
+            return
+        self._new = 0
+        self.standing = self.verdict()
+        if self.standing is None or not self.standing.biased:
+            self.since_s = None
+        elif self.since_s is None:
+            self.since_s = now
 
     def verdict(self) -> LengthBias | None:
         """None while there is too little to say; O(n log n)."""

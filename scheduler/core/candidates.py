@@ -105,10 +105,7 @@ def shortlist(
         agent, live = ctx.tables.agents[name], ctx.agents[name]
         if not prefetch.has_room(ctx, agent, live, job.sequences):
             continue
-        fits = live.fits.get(run.name)
-        if fits is None:
-            fits = live.fits[run.name] = _misfit(ctx, run, agent)
-        if fits or ((pinned or job.external is not None) and _unsuited(ctx, job, agent, live)):
+        if not fits(ctx, run, agent, live) or ((pinned or job.external is not None) and _unsuited(ctx, job, agent, live)):
             continue
         candidate = candidate_of(ctx, view, agent, live, pinned)
         if candidate is None:
@@ -119,10 +116,25 @@ def shortlist(
     return found or avoided
 
 
+def fits(ctx: Context, run: Run, agent: Agent, live: AgentLive) -> bool:
+    """Whether an agent can do the work of a run at all."""
+    why = live.fits.get(run.name)
+    if why is None:
+        why = live.fits[run.name] = _misfit(ctx, run, agent)
+    return not why
+
+
 def candidate_of(
-    ctx: Context, view: JobView, agent: Agent, live: AgentLive, pinned: dict[str, int]
+    ctx: Context,
+    view: JobView,
+    agent: Agent,
+    live: AgentLive,
+    pinned: dict[str, int],
+    *,
+    at_once: bool = False,
 ) -> Candidate | None:
-    """An agent as the rules see it; None when it has a version that has no place in the tree."""
+    """An agent as the rules see it, or as it were if it had slots free (``at_once``); None when it
+    has a version that has no place in the tree."""
     estimate = live.estimate
     rtt_s = estimate.rtt_s.value
     if rtt_s is None:
@@ -130,7 +142,7 @@ def candidate_of(
     token_s = estimate.token_time_s(view.kind, ctx.hardware.token_s(agent.hardware), ctx.now)
     up_byte_s = estimate.up_byte_s.value
     first_s = wait_s = 0.0
-    if live.load:
+    if live.load and not at_once:
         first_s, wait_s = backlog.starts(
             ctx,
             agent,
@@ -244,12 +256,35 @@ def _policy_view(ctx: Context, run: Run, id: str) -> PolicyView:
         batch=spec.batch_groups,
         ready=row.buffered + running,
         in_flight=row.in_flight,
+        grant_s=_next_grant_s(ctx, live, running, row.buffered, spec.batch_groups),
+        interval_s=_interval_s(live),
+        running=running > 0,
         earlier=_earlier(live, running, spec.max_policy_lag),
         rate=live.arrivals.per_s(ctx.now),
         starved=not (row.in_flight or row.buffered)
         and since is not None
         and ctx.now - since >= patience_s,
     )
+
+
+def _interval_s(live: PolicyLive) -> float | None:
+    """From one batch to the next, as it was lately; never less than the trainer needs."""
+    busy_s, interval_s = live.busy_s.value, live.interval_s.value
+    return None if busy_s is None or interval_s is None else max(busy_s, interval_s, 1e-3)
+
+
+def _next_grant_s(
+    ctx: Context, live: PolicyLive, running: int, buffered: int, batch: int
+) -> float:
+    """Seconds until the next batch goes out: the running step has to end, the batch to fill."""
+    interval_s, busy_s = _interval_s(live), live.busy_s.value
+    if interval_s is None or busy_s is None:
+        return 0.0
+    fills_s = max(0, batch - buffered) * interval_s / batch
+    if not running:
+        return fills_s
+    left_s = live.granted_s + busy_s - ctx.now
+    return max(fills_s, left_s if left_s > 0.0 else backlog.OVERRUN * -left_s)
 
 
 def _earlier(live: PolicyLive, running: int, bound: int) -> tuple[tuple[int, int], ...]:

@@ -69,6 +69,8 @@ def advance(ctx: Context, policy: Policy) -> None:
     if len(live.taken.get(request.step, ())) < request.groups:
         return
     policy.request = None
+    if live.granted_s:
+        live.interval_s.observe(ctx.now - live.granted_s)
     live.granted_s = ctx.now
     ctx.tables.touch(policy)
     _grant(ctx, policy, live, request.step)

@@ -11,8 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from scheduler.core.buffers import Buffer
 from scheduler.core.asking import Conduct, SubmitterLive, Waiting
+from scheduler.core.bias import LengthWatch
+from scheduler.core.buffers import Buffer
 from scheduler.core.effects import Effect, Send
 from scheduler.core.estimators import (
     AgentEstimate,
@@ -21,7 +22,7 @@ from scheduler.core.estimators import (
     HardwarePriors,
     RunEstimate,
 )
-from scheduler.core.placement import make_rule
+from scheduler.core.placement import Absorber, make_rule
 from scheduler.core.queues import NamedPool, ReadyQueue, TokenBucket
 from scheduler.core.settings import CoreSettings
 from scheduler.core.state import Account, Agent, Counters, Policy, Run
@@ -33,6 +34,8 @@ from transport.messages import DrainOrder, Item, Message, RewardSpec
 
 if TYPE_CHECKING:
     import random
+
+    from scheduler.core.shortlists import Shortlists
 
 MAX_COUNTERS = 512
 AgentState = Literal["joining", "ready", "suspect", "reconnecting", "lost", "draining", "gone"]
@@ -79,11 +82,11 @@ class AgentLive:
     """What this life knows of an agent. ``load`` is sequences of its counted leases,
     ``most_slots`` the most that it ever said it has, ``inherited`` the load that the rows of the
     last life gave it (what is spooled is not in the rows), ``fits`` why it cannot do the work of a
-    run at all (empty: it can). ``counted_slots`` are those in ``Context.ready_slots``, ``drain`` an order that it
-    has not said to follow yet, ``conduct`` what may lead to its quarantine. ``frees`` are times and
-    numbers of slots that become free then (None: to be worked out, see ``backlog``), ``waiting``
-    the attempts that it accepted and has not begun, as far as known, ``prefetch``
-    the sequences beyond its slots that keep it from idling, ``most_prefetch`` the most that ever
+    run at all (empty: it can). ``counted_slots`` are those in ``Context.ready_slots``, ``drain`` an
+    order that it has not said to follow yet, ``conduct`` what may lead to its quarantine. ``frees``
+    are times and numbers of slots that become free then (None: to be worked out, see ``backlog``),
+    ``waiting`` the attempts that it accepted and has not begun, as far as known, ``prefetch`` the
+    sequences beyond its slots that keep it from idling, ``most_prefetch`` the most that ever
     was, ``served_s`` since when it has its version of a policy, ``says_started`` once it told that
     an attempt had started."""
 
@@ -121,7 +124,7 @@ class AgentLive:
 class PolicyLive:
     """Indexes of a policy, and when its trainer was last heard. ``gone`` once it has been silent
     for ``work_grace_s``; ``taken`` are jobs by the step that took them; ``granted_s`` is when the
-    last batch went out. ``unplaced`` are buffered jobs, and since when, whose oldest version has
+    last batch went out, ``interval_s`` the time from one batch to the next. ``unplaced`` are buffered jobs, and since when, whose oldest version has
     no place in the tree yet. ``arrivals`` is how often groups come back, ``stored_s`` when the
     newest version was there to be fetched, ``flying_by_deadline`` counts attempts by the last head
     step at which they should be usable."""
@@ -135,10 +138,12 @@ class PolicyLive:
     busy_s: Ewma = field(default_factory=Ewma)
     unplaced: dict[str, float] = field(default_factory=dict)
     granted_s: float = 0.0
+    interval_s: Ewma = field(default_factory=Ewma)
     starved_since_s: float | None = None
     arrivals: ArrivalRate = field(default_factory=ArrivalRate)
     flying_by_deadline: dict[int, int] = field(default_factory=dict)
     stored_s: float = 0.0
+    lengths: LengthWatch = field(default_factory=LengthWatch)
 
 
 @dataclass(slots=True)
@@ -148,8 +153,9 @@ class RunLive:
     items were asked for, sequences in flight; jobs of submitters (``external``) and how many of
     them are pinned to a (policy, version). ``in_flight`` is of training, ``external_in_flight`` of
     submitters' jobs; ``flying`` are the training jobs in flight, ``families`` estimates by task
-    family, ``bucket`` the tokens that may be spent now, ``fingerprint`` that of the workflow's code
-    on the agents that work for the run."""
+    family, ``bucket`` the tokens that may be spent now, ``absorbers`` what agents take on
+    (``absorbing``), ``placed_s`` when a training job was placed last, ``fingerprint`` that of the
+    workflow's code on the agents that work for the run."""
 
     policies: dict[str, str]
     trained: tuple[Policy, ...]
@@ -165,6 +171,9 @@ class RunLive:
     flying: dict[str, None] = field(default_factory=dict)
     families: dict[str, RunEstimate] = field(default_factory=dict)
     bucket: TokenBucket = field(default_factory=TokenBucket)
+    absorbers: tuple[Absorber, ...] | None = None
+    absorbers_s: float = 0.0
+    placed_s: float = 0.0
     fingerprint: str = ""
     source_started: bool = False
 
@@ -198,6 +207,7 @@ class Context:
         self.build = build
         self.now = now
         self.started_s = now
+        self.swept_s = now
         self.fences = 0
         self.tables = Tables()
         self.timers = Timers()
@@ -214,15 +224,18 @@ class Context:
         self.submitters: dict[str, SubmitterLive] = {}
         self.concluded: dict[str, str] = {}
         self.external_open = 0
+        self.external_characters = 0
         self.dead_bytes = 0
         self.waiting: dict[int, Waiting] = {}
         self.waited = 0
         self.listeners: dict[int, None] = {}
         self.new_results: dict[str, None] = {}
         self.queues: dict[str, ReadyQueue] = {}
+        self.ready = NamedPool()
         self.open_agents = NamedPool()
         self.backed_up = NamedPool()
         self.recalls: dict[str, float] = {}
+        self.recall_again_s = 0.0
         self.hosted: tuple[str, ...] = ()
         self.largest_group = 1
         self.ready_slots = 0
@@ -233,6 +246,7 @@ class Context:
         self.due_policies: dict[str, None] = {}
         self.due_runs: dict[str, None] = {}
         self.dispatch_due = False
+        self.shortlists: Shortlists  # of the pass that places now
         self.entries: deque[tuple[float, str, str, tuple[tuple[str, object], ...]]] = deque(
             maxlen=settings.story_length
         )
@@ -314,10 +328,10 @@ class Context:
         prefetch = self.settings.prefetch_groups
         ahead = max(max(0, prefetch - 1) * self.largest_group, live.prefetch)
         room = agent.slots + ahead - live.load
+        is_ready = live.state == "ready" and not agent.cordoned and not agent.quarantined
+        self.ready.put(agent.name, is_ready)
         is_open = (
-            live.state == "ready"
-            and not agent.cordoned
-            and not agent.quarantined
+            is_ready
             and live.blocked_until_s <= self.now
             and (room > 0 or (room == 0 and prefetch > 0) or live.load == 0)
         )

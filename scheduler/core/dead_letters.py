@@ -76,6 +76,5 @@ def page(ctx: Context, message: DeadLettersRequest) -> DeadLetters:
 
 
 def size_bytes(dead: Dead) -> int:
-    """About what a letter takes: its texts at up to four bytes per character."""
-    items = dead.job.items
-    return 1024 + 4 * sum(len(item.prompt) + len(item.answer) + len(item.meta) for item in items)
+    """About what a letter takes."""
+    return 1024 + len(msgspec.msgpack.encode(dead.job))

@@ -14,13 +14,16 @@ source waits for another one's job.
 
 from itertools import islice
 
-from scheduler.core import attempts, candidates, hedging, recall
+import msgspec
+
+from scheduler.core import absorbing, attempts, candidates, hedging, recall
 from scheduler.core.accounting import account
 from scheduler.core.context import CONNECTED, Context, EvaluationLive
 from scheduler.core.costs import spend
 from scheduler.core.effects import Send
 from scheduler.core.fairness import Source, Turns, over_quota
-from scheduler.core.placement import Choice
+from scheduler.core.placement import Choice, FinishTime
+from scheduler.core.shortlists import Shortlists
 from scheduler.core.state import Job, Run
 from transport.messages import LeaseOffer, RewardSpec
 from transport.runs import TaskSpec
@@ -38,7 +41,7 @@ def place(ctx: Context) -> None:
     ctx.dispatch_due = False
     if not len(ctx.open_agents):
         return
-    turns = Turns(ctx)
+    turns, ctx.shortlists = Turns(ctx), Shortlists()
     _take_turns(ctx, turns, capped=True)
     turns.uncap()
     _take_turns(ctx, turns, capped=False)
@@ -126,7 +129,15 @@ def _pins_stored(ctx: Context, job: Job) -> bool:
 def _place(ctx: Context, run: Run, job: Job, names: list[str]) -> bool:
     """Offer a job to the best of some open agents."""
     view = candidates.view_of(ctx, run, job)
-    found = candidates.shortlist(ctx, run, job, view, names)
+    live = ctx.runs[run.name]
+    if job.kind == "train" and isinstance(ctx.rule, FinishTime):
+        view = msgspec.structs.replace(
+            view,
+            queued=len(ctx.queue(job.queue)),
+            absorbers=absorbing.absorbers(ctx, run, job, view),
+            patience_s=ctx.now - live.placed_s,
+        )
+    found = ctx.shortlists.candidates(ctx, run, job, view, names)
     choice = ctx.rule.choose(view, found, ctx.now) if found else None
     if choice is None:
         if found:
@@ -135,6 +146,8 @@ def _place(ctx: Context, run: Run, job: Job, names: list[str]) -> bool:
     if choice.reason != "best":
         ctx.count(f"placement.{choice.reason}")
     _offer(ctx, run, job, choice)
+    if job.kind == "train":
+        live.placed_s = ctx.now
     return True
 
 

@@ -26,6 +26,19 @@ MAX_JOB_BYTES = 192 * 1024
 STAND_IN = 64
 """Characters of a prompt that stay in memory when it is on disk."""
 
+MAX_CHARACTERS = 256 * 2**20
+"""Of the items of all open external jobs, which are kept in memory."""
+
+MAX_SEQUENCES_HELD = 1_000_000
+"""Of one submitter's open jobs and unconfirmed results, whose lengths and rewards are kept."""
+
+_FULL = {
+    "quota.queued": "too many external jobs are open (scheduler.max_queued_jobs), or their texts"
+    " are too long together; try again later",
+    "quota.results": "too many open jobs and unconfirmed results"
+    " (scheduler.max_results_per_submitter, or sequences of them); fetch and confirm results first",
+}
+
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
@@ -56,12 +69,15 @@ def cancel_jobs(ctx: Context, submitter: str, message: JobCancel) -> JobReceipts
     return JobReceipts(receipts=tuple(receipts))
 
 
-def room(ctx: Context, submitter: str) -> str:
+def room(ctx: Context, submitter: str, sequences: int) -> str:
     """The quota that keeps one more job of this submitter out, or nothing."""
-    if ctx.external_open >= ctx.settings.max_queued_jobs:
+    many = ctx.external_open >= ctx.settings.max_queued_jobs
+    if many or ctx.external_characters >= MAX_CHARACTERS:
         return "quota.queued"
     live = submitters.submitter(ctx, submitter)
-    if len(live.open) + len(live.unconfirmed) >= ctx.settings.max_results_per_submitter:
+    held = len(live.open) + len(live.unconfirmed)
+    many = held >= ctx.settings.max_results_per_submitter
+    if many or live.sequences + sequences > MAX_SEQUENCES_HELD:
         return "quota.results"
     return ""
 
@@ -107,7 +123,7 @@ def _submit(
     fault = fault or _fault(asked)
     if fault:
         return _refused(asked.id, "job.invalid", fault)
-    full = room(ctx, submitter)
+    full = room(ctx, submitter, asked.group_size * len(asked.items))
     if full:
         return _refused(asked.id, full, _FULL[full])
     external = External(
@@ -142,13 +158,6 @@ def _submit(
     ctx.tables.touch(run)
     enter(ctx, job, external)
     return JobReceipt(id=asked.id, state="queued")
-
-
-_FULL = {
-    "quota.queued": "too many external jobs are open (scheduler.max_queued_jobs); try again later",
-    "quota.results": "too many open jobs and unconfirmed results"
-    " (scheduler.max_results_per_submitter); fetch and confirm results first",
-}
 
 
 def _submitted_before(ctx: Context, name: str, fingerprint: str, id: str) -> JobReceipt | None:

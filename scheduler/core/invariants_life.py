@@ -6,6 +6,7 @@ from collections import Counter
 
 from scheduler.core import dead_letters
 from scheduler.core.context import Context
+from scheduler.core.submitters import characters
 from scheduler.core.waits import MAX_WAITING
 from transport.errors import InvariantViolation
 from transport.ids import external_job_id
@@ -48,6 +49,9 @@ def _check_external(ctx: Context) -> None:
     for run, live in ctx.runs.items():
         require(ctx, sorted(live.external) == sorted(by_run[run]), run, "index of external jobs")
         require(ctx, live.pins == pins[run], run, f"pins {live.pins}, jobs have {pins[run]}")
+    open_jobs = [job for job in ctx.tables.jobs.values() if job.external is not None]
+    size = sum(map(characters, open_jobs))
+    require(ctx, ctx.external_characters == size, "external", f"{size} characters")
     for name, names in by_submitter.items():
         indexed = ctx.submitters[name].open if name in ctx.submitters else {}
         require(ctx, sorted(indexed) == sorted(names), name, "index of open jobs")
@@ -80,6 +84,10 @@ def _check_outcomes(ctx: Context) -> None:
         held = len(live.open) + len(live.unconfirmed)
         bound = ctx.settings.max_results_per_submitter
         require(ctx, held <= bound, name, f"{held} jobs and results, at most {bound}")
+        sequences = sum(ctx.tables.jobs[id].sequences for id in live.open)
+        kept = [ctx.tables.outcomes[f"{name}|{number}"] for number in live.unconfirmed]
+        sequences += sum(len(outcome.result.lengths) for outcome in kept)
+        require(ctx, live.sequences == sequences, name, f"{sequences} sequences held")
 
 
 def _check_dead(ctx: Context) -> None:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 from scheduler.core import (
     agents,
     consumption,
+    costs,
+    demand,
     dispatch,
     evaluation,
     external,
@@ -62,7 +64,7 @@ from transport.messages import (
     VersionStored,
     Welcome,
 )
-from transport.status import SchedulerStatus
+from transport.status import DemandStatus, SchedulerStatus
 
 if TYPE_CHECKING:
     import random
@@ -138,6 +140,10 @@ class SchedulerCore:
 
     def status(self, now: float) -> SchedulerStatus:
         return status.build(self._ctx, now)
+
+    def demand(self) -> tuple[DemandStatus, ...]:
+        """How many more slots would help each running run, and why not when none would."""
+        return demand.demands(self._ctx)
 
     def check(self) -> None:
         """All invariants, O(everything); raises ``InvariantViolation`` with the story."""
@@ -216,8 +222,11 @@ class SchedulerCore:
     def _sweep(self) -> None:
         """What depends on time or on all agents, once per heartbeat while there are runs."""
         ctx = self._ctx
+        costs.accrue(ctx, ctx.now - ctx.swept_s)
+        ctx.swept_s = ctx.now
         dispatch.watch(ctx)
         for id, live in ctx.policies.items():
+            live.lengths.look(ctx.now)
             if live.unplaced:
                 consumption.give_up_unplaced(ctx, ctx.tables.policies[id])
         for name in ctx.runs:

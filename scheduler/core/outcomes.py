@@ -81,6 +81,7 @@ def confirm(ctx: Context, name: str, after: int) -> None:
         if outcome.result.digest:
             bodies.let_go(ctx, outcome.result.digest)
         ctx.tables.remove(outcome)
+        live.sequences -= len(outcome.result.lengths)
         del live.unconfirmed[number]
         memory = Confirmed(
             submitter=name,
@@ -122,7 +123,9 @@ def load(ctx: Context) -> None:
         ctx.concluded[memory.job] = memory.key
     ordered = sorted(ctx.tables.outcomes.values(), key=lambda o: (o.submitter, o.result.number))
     for outcome in ordered:
-        submitter(ctx, outcome.submitter).unconfirmed[outcome.result.number] = None
+        live = submitter(ctx, outcome.submitter)
+        live.unconfirmed[outcome.result.number] = None
+        live.sequences += len(outcome.result.lengths)
         ctx.concluded[outcome.job] = outcome.key
         if outcome.result.digest:
             ctx.bodies[outcome.result.digest] = outcome.job
@@ -164,7 +167,9 @@ def _add(
     )
     outcome = Outcome(submitter=external.submitter, result=result, fingerprint=external.fingerprint)
     ctx.tables.add(outcome)
-    submitter(ctx, external.submitter).unconfirmed[row.last] = None
+    live = submitter(ctx, external.submitter)
+    live.unconfirmed[row.last] = None
+    live.sequences += len(lengths)
     ctx.concluded[job.id] = outcome.key
     ctx.new_results[external.submitter] = None
     ctx.count(f"external.{state}")

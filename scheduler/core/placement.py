@@ -26,6 +26,7 @@ the smaller agent name; None means that no candidate will do. The four baselines
 nor refuse; they are there to be compared with.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,7 +41,15 @@ PROBE_SHARE = 0.02
 """How often the best idle but long unused agent is tried instead of the best one."""
 PROBE_AFTER_S = 60.0
 NEAR_TIE = 0.03
+import os
+HOLD = float(os.environ.get("HOLD","0.4"))
+MARGIN = float(os.environ.get("MARGIN","1"))
 """Lengths and rates scatter by far more than this; a percent or two of time is not worth money."""
+
+
+Absorber = tuple[float, float, float]
+"""A finish time, groups per second that agents of at most that take on, and those weighted by their
+finish times."""
 
 
 class PolicyView(msgspec.Struct, frozen=True):
@@ -59,12 +68,17 @@ class PolicyView(msgspec.Struct, frozen=True):
     rate: float | None
     starved: bool
     earlier: tuple[tuple[int, int], ...] = ()
+    grant_s: float = 0.0
+    interval_s: float | None = None
+    running: bool = False
 
 
 class JobView(msgspec.Struct, frozen=True):
     """What placement knows of a job. Tokens are expected per sequence, of the longest one, and
     typically (in half of all cases) of the longest one;
-    ``kind`` names work that takes the same time per token."""
+    ``kind`` names work that takes the same time per token. ``queued`` jobs wait, this one among
+    them, ``absorbers`` would take some on (see ``absorbing``), and it may be kept waiting for agents
+    that are more than ``patience_s`` faster."""
 
     job: str
     kind: str
@@ -74,6 +88,9 @@ class JobView(msgspec.Struct, frozen=True):
     tokens_typical: float
     body_bytes: float
     policies: tuple[PolicyView, ...]
+    queued: int = 0
+    absorbers: tuple[Absorber, ...] = ()
+    patience_s: float = 0.0
 
     def tolerant(self) -> "JobView":
         """The same job, if every policy took anything."""
@@ -157,6 +174,8 @@ class FinishTime:
                     unused.agent,
                 ):
                     unused = candidate
+        if best is not None and taken_on(job, best_s) >= job.queued:
+            return None
         if best is None:
             return None if last_resort is None else _choice(job, last_resort[3], "starved")
         if unused is not None and unused is not best and self._rng.random() < PROBE_SHARE:
@@ -241,10 +260,12 @@ def expected_s(job: JobView, candidate: Candidate) -> float:
 def excess_lag(job: JobView, candidate: Candidate, finish_s: float) -> int | None:
     """Steps by which the group would be too old: 0 when fresh enough, None when refused. That is
     asked of a group of typical length: a few very long answers must not speak for all."""
+    if not job.policies:
+        return 0
     worst = 0
     finish_s -= (job.tokens_longest - job.tokens_typical) * candidate.token_s
     for policy, lag in zip(job.policies, candidate.lags, strict=True):
-        excess = lag + steps_ahead(policy, lag, finish_s) - policy.bound
+        excess = lag - policy.bound + steps_ahead(policy, lag, finish_s)
         if excess > 0 and not policy.starved:
             return None
         worst = max(worst, excess)
@@ -258,7 +279,12 @@ def steps_ahead(policy: PolicyView, lag: int, finish_s: float) -> int:
     if lag > 0 and policy.earlier:
         ready, flying = policy.earlier[min(lag, len(policy.earlier)) - 1]
     ahead = float(flying) if policy.rate is None else min(float(flying), policy.rate * finish_s)
-    return int(max(steps_meanwhile(policy, finish_s), (ready + ahead) / policy.batch))
+    queue = int((ready + ahead) / policy.batch)
+    if policy.interval_s is None:
+        return max(int(steps_meanwhile(policy, finish_s)), queue)
+    late_s = MARGIN * finish_s - policy.grant_s
+    grants = 0 if late_s <= 0.0 else 1 + int(late_s / policy.interval_s)
+    return max(grants + policy.running, queue)
 
 
 def steps_meanwhile(policy: PolicyView, time_s: float) -> float:
@@ -267,6 +293,16 @@ def steps_meanwhile(policy: PolicyView, time_s: float) -> float:
         return 0.0
     back = policy.in_flight if policy.rate is None else policy.rate * time_s
     return min(time_s / max(policy.busy_s, 1e-6), (policy.ready + back) / policy.batch)
+
+
+def taken_on(job: JobView, finish_s: float) -> float:
+    """How many waiting groups faster agents would bring back before ``finish_s``; none when those
+    have not taken any for as long as that would save."""
+    at = bisect_left(job.absorbers, (finish_s * (1.0 - NEAR_TIE),))
+    if not at or finish_s - job.absorbers[0][0] <= job.patience_s:
+        return -1.0
+    _, rate, weighted = job.absorbers[at - 1]
+    return HOLD * (rate * finish_s - weighted)
 
 
 def parts_of(job: JobView, candidate: Candidate) -> tuple[tuple[str, float], ...]:

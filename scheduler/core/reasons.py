@@ -185,14 +185,15 @@ def _queued(ctx: Context, job: Job, scored: tuple[ScoredCandidate, ...]) -> list
     retry_s = ctx.timers.due("job", job.id)
     if retry_s is not None:
         return [f"queued: tried again in {retry_s - ctx.now:.1f} s, after it failed"]
-    missing = _pins_missing(ctx, pins(ctx, job))
+    missing = _pins_missing(ctx, pins(ctx, job)) or _run_quota(ctx, run, job)
     if missing:
         return missing
     possible = [found for found in scored if found.verdict == "possible"]
     if possible:
         ahead = len(ctx.queue(job.queue)) - 1
         return [
-            f"queued: {len(possible)} agents could take it; {ahead} other jobs wait in its queue"
+            f"queued: {len(possible)} agents could take it; {ahead} other jobs wait in its"
+            " queue, or a better place is expected soon"
         ]
     if not scored:
         return ["queued: there is no agent"]
@@ -202,6 +203,20 @@ def _queued(ctx: Context, job: Job, scored: tuple[ScoredCandidate, ...]) -> list
         "queued: no agent can take it",
         *(f"{count} agents: {verdict}" for verdict, count in ordered[:_SHOWN]),
     ]
+
+
+def _run_quota(ctx: Context, run: Run, job: Job) -> list[str]:
+    """The run's own limits, as ``fairness.over_quota`` applies them, without touching a bucket."""
+    live, spec = ctx.runs[run.name], run.spec
+    if job.evaluation:
+        return []
+    flying, most = live.in_flight + live.external_in_flight, spec.max_sequences_in_flight
+    if most and flying and flying + job.sequences > most:
+        return [f"queued: {flying} sequences are in flight, max_sequences_in_flight is {most}"]
+    level = live.bucket.level
+    if spec.tokens_per_minute and level is not None and level <= 0.0:
+        return [f"queued: tokens_per_minute {spec.tokens_per_minute} is used up for now"]
+    return []
 
 
 def _pins_missing(ctx: Context, pinned: dict[str, int]) -> list[str]:

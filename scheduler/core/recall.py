@@ -23,11 +23,16 @@ MAX_LOOKED_AT = 16
 MAX_PER_JOB = 2
 WORTH = 0.6
 MIN_GAIN_S = 1.0
+AGAIN_S = 0.1
+"""After a look that found nothing; every placing pass asks, and in a large fleet a look costs as
+much as a placement."""
 
 
 def look(ctx: Context) -> None:
     """Ask back what an idle agent would do clearly earlier; nothing that waits could use it."""
     if not len(ctx.backed_up) or not len(ctx.open_agents) or not ctx.settings.prefetch_groups:
+        return
+    if ctx.now < ctx.recall_again_s and len(ctx.open_agents) > ctx.settings.shortlist:
         return
     late_s = ctx.now - ctx.settings.offer_timeout_s
     for attempt in [name for name, at_s in ctx.recalls.items() if at_s <= late_s]:
@@ -35,6 +40,7 @@ def look(ctx: Context) -> None:
     while len(ctx.recalls) < MAX_RECALLS:
         lease = _latest(ctx)
         if lease is None or not _ask(ctx, lease):
+            ctx.recall_again_s = ctx.now + AGAIN_S
             return
 
 

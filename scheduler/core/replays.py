@@ -62,7 +62,7 @@ def _requeue(ctx: Context, dead: Dead) -> str:
     if asked is not None:
         if dead.key in ctx.tables.jobs:
             return "job.open"
-        full = external.room(ctx, asked.submitter)
+        full = external.room(ctx, asked.submitter, dead.job.sequences)
         if full:
             return full
         if 0.0 < asked.due_s <= ctx.now:

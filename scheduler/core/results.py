@@ -8,7 +8,16 @@ before it is checked.
 
 from itertools import islice
 
-from scheduler.core import attempts, bodies, consumption, jobs, learning, outcomes, quarantine
+from scheduler.core import (
+    attempts,
+    bodies,
+    consumption,
+    costs,
+    jobs,
+    learning,
+    outcomes,
+    quarantine,
+)
 from scheduler.core.accounting import move, open_copies
 from scheduler.core.context import Context, Lease
 from scheduler.core.state import Job, Result
@@ -114,13 +123,14 @@ def _fault(ctx: Context, job: Job, summary: GroupSummary) -> str:
 
 def _accept(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
     quarantine.result_came(ctx.agents[lease.agent])
+    agent = ctx.tables.agents[lease.agent]
+    costs.uploaded(ctx, job.run, agent, summary.size_bytes, sum(summary.lengths))
     learning.learn(ctx, job, lease, summary)
     record = next(record for record in job.attempts if record.id == lease.attempt)
     attempts.end(ctx, job, record, "result", digest=summary.digest)
     attempts.revoke_all(ctx, job, "job_done")
     attempts.leave_queue(ctx, job)
     ctx.count("results.accepted")
-    agent = ctx.tables.agents[lease.agent]
     agent.groups_done += 1
     ctx.tables.touch(agent)
     job.result = Result(
@@ -131,7 +141,8 @@ def _accept(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None
         reward_mean=sum(summary.rewards) / len(summary.rewards),
         response_tokens=sum(summary.lengths),
     )
-    job.items = ()
+    if job.external is None:
+        job.items = ()
     ctx.bodies[summary.digest] = job.id
     if job.external is not None:
         outcomes.deliver(ctx, job, job.external, summary)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from scheduler.core import (
     agents,
     consumption,
+    costs,
     dispatch,
     evaluation,
     external,
@@ -165,6 +166,9 @@ def advance(ctx: Context, run: Run) -> None:
         intake.admit(ctx, run)
         if intake.budget_spent(ctx, run):
             end(ctx, run, "stopped")
+        elif costs.over_budget(ctx, run):
+            ctx.count("runs.budget_spent")
+            end(ctx, run, f"stopped: budget_usd = {run.spec.budget_usd:g} is spent")
 
 
 def _submitted_before(known: Run, spec: RunSpec) -> CommandReply:

@@ -3,7 +3,7 @@
 from collections import Counter
 from copy import copy
 
-from scheduler.core import evaluation, trainers
+from scheduler.core import demand, evaluation, trainers
 from scheduler.core.agent_states import may_work, shown
 from scheduler.core.context import Context
 from scheduler.core.state import Evaluation, Policy, Run
@@ -11,6 +11,7 @@ from transport.ids import policy_id
 from transport.status import (
     AccountingRow,
     AgentStatus,
+    Alert,
     EvaluationStatus,
     PolicyStatus,
     RunStatus,
@@ -48,7 +49,23 @@ def build(
         ),
         agents=tuple(_agent(ctx, name) for name in names[:most_agents]),
         counters=counters,
+        demand=demand.demands(ctx),
+        alerts=_alerts(ctx),
     )
+
+
+def _alerts(ctx: Context) -> tuple[Alert, ...]:
+    """What the core itself sees that wants a person; the daemon adds what it sees."""
+    found: list[Alert] = []
+    for id, live in ctx.policies.items():
+        bias, since_s = live.lengths.standing, live.lengths.since_s
+        if bias is not None and since_s is not None:
+            text = (
+                f"trained answers are {bias.ratio:.2f} times as long as returned ones; raise"
+                " max_policy_lag, or look at what expires (`farflow status`)"
+            )
+            found.append(Alert(code="bias.length", subject=id, message=text, since_s=since_s))
+    return tuple(found)
 
 
 def _run(ctx: Context, run: Run, evaluations: list[Evaluation], dead_letters: int) -> RunStatus:

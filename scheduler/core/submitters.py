@@ -22,8 +22,11 @@ def index(ctx: Context, job: Job, external: External) -> None:
     live.external[job.id] = None
     for pin in external.pinned.items():
         live.pins[pin] = live.pins.get(pin, 0) + 1
-    submitter(ctx, external.submitter).open[job.id] = None
+    owner = submitter(ctx, external.submitter)
+    owner.open[job.id] = None
+    owner.sequences += job.sequences
     ctx.external_open += 1
+    ctx.external_characters += characters(job)
     if external.due_s:
         ctx.timers.set("expire", job.id, external.due_s)
 
@@ -36,6 +39,14 @@ def unindex(ctx: Context, job: Job, external: External) -> None:
         live.pins[pin] -= 1
         if not live.pins[pin]:
             del live.pins[pin]
-    del submitter(ctx, external.submitter).open[job.id]
+    owner = submitter(ctx, external.submitter)
+    del owner.open[job.id]
+    owner.sequences -= job.sequences
     ctx.external_open -= 1
+    ctx.external_characters -= characters(job)
     ctx.timers.cancel("expire", job.id)
+
+
+def characters(job: Job) -> int:
+    """Of all texts of an open job's items."""
+    return sum(len(item.prompt) + len(item.answer) + len(item.meta) for item in job.items)

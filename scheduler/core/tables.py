@@ -85,7 +85,7 @@ class Tables:
             Account.table: self.accounts,
             Counters.table: self.counters,
         }
-        self._dirty: dict[tuple[str, str], None] = {}
+        self._dirty: dict[int, Entity] = {}
         self._prompts: dict[str, bytes] = {}
         self._prompts_let_go: dict[str, str] = {}
         self._encode = msgspec.msgpack.Encoder().encode
@@ -96,7 +96,7 @@ class Tables:
 
     def touch(self, entity: Entity) -> None:
         """``entity`` has changed; its row is due."""
-        self._dirty[entity.table, entity.key] = None
+        self._dirty[id(entity)] = entity  # some twenty times per lease: makes no key
 
     def remove(self, entity: Entity) -> None:
         self._by_name[entity.table].pop(entity.key, None)
@@ -113,7 +113,12 @@ class Tables:
     def take_changes(self) -> list[Change]:
         """Rows changed since the last call, in the order of their first change; O(changed)."""
         changes: list[Change] = []
-        for table, key in self._dirty:
+        seen: set[tuple[str, str]] = set()
+        for touched in self._dirty.values():
+            table, key = touched.table, touched.key
+            if (table, key) in seen:
+                continue  # one entity took the place of another
+            seen.add((table, key))
             entity = self._by_name[table].get(key)
             changes.append((table, key, None if entity is None else self._encode(entity)))
         self._dirty.clear()

@@ -33,7 +33,9 @@ def page(ctx: Context, after: int, limit: int, subject: str) -> Events:
     found: list[Transition] = []
     last = start
     left_bytes = MAX_REPLY_BYTES
-    for place, entry in enumerate(islice(ctx.entries, start - forgotten, None), start + 1):
+    # From the end, because who listens has seen nearly all of a long ring.
+    unseen = list(islice(reversed(ctx.entries), ctx.entries_made - start))
+    for place, entry in enumerate(reversed(unseen), start + 1):
         at_s, about, what, facts = entry
         if not subject or names(about, facts, subject):
             transition = Transition(

@@ -124,9 +124,14 @@ class AgentActor:
             do.Exit: self._exit,
         }
 
+    @property
+    def lives(self) -> int:
+        """How often it was started."""
+        return self._incarnation
+
     # ---- life ----------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, _: object = None) -> None:
         """Begin a life with what is on disk."""
         self._incarnation += 1
         self.alive = True
@@ -187,6 +192,7 @@ class AgentActor:
     def _tick(self) -> None:
         if self.alive:
             engine = self.engine
+            # Whatever an event says, the core does all that is due: no ``Tick`` is needed after it.
             self.feed(
                 on.Measured(
                     tokens_generated=engine.tokens_generated,
@@ -196,7 +202,6 @@ class AgentActor:
                     bytes_down=0,
                 )
             )
-            self.feed(on.Tick())
 
     def _later(self, delay_s: float, event: on.Event) -> None:
         """Feed ``event`` after a while, if this life still lasts."""
@@ -292,7 +297,9 @@ class AgentActor:
                 # Died in the middle of writing: nobody will ever see it.
                 self._ledger.body_gone(summary.digest, tokens)
                 return
-            self._spool[summary.attempt] = Spooled(summary, tokens, group.started_s - group.queued_s)
+            self._spool[summary.attempt] = Spooled(
+                summary, tokens, group.started_s - group.queued_s
+            )
             self.feed(on.GroupSpooled(summary=summary))
 
         self._kernel.after(SPOOL_S, spooled)

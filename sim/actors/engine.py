@@ -7,12 +7,15 @@ meanwhile; a group's oldest version is the one in use when its first sequence go
 
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from edge_agent.core.effects import RunAttempt
 from sim.kernel import Kernel
 from sim.ledger import Ledger
 from transport.ids import Fence
-from transport.messages import LeaseOffer
+
+if TYPE_CHECKING:
+    from transport.messages import LeaseOffer
 
 Key = tuple[str, Fence]
 
@@ -20,7 +23,16 @@ Key = tuple[str, Fence]
 class Group:
     """One attempt that is being generated. ``oldest`` is by policy id."""
 
-    __slots__ = ("lengths", "offer", "oldest", "open", "queued_s", "running", "started_s", "stopped")
+    __slots__ = (
+        "lengths",
+        "offer",
+        "oldest",
+        "open",
+        "queued_s",
+        "running",
+        "started_s",
+        "stopped",
+    )
 
     def __init__(self, effect: RunAttempt, lengths: list[int], now: float) -> None:
         self.offer: LeaseOffer = effect.offer
@@ -88,13 +100,12 @@ class Engine:
         if group is None:
             return
         group.stopped = True
-        self._ledger.aborted_attempts += 1
         drawn = sum(group.lengths) - sum(s.tokens for s in self._waiting if s.group is group)
         drawn -= sum(sequence.tokens for sequence in group.running)
         for sequence in group.running:
             drawn += self._drawn(sequence)
             self._free(sequence)
-        self._ledger.aborted_tokens += drawn
+        self._ledger.attempt_aborted(drawn)
         self._waiting = deque(s for s in self._waiting if s.group is not group)
         self._fill()
 

@@ -11,10 +11,8 @@ from typing import Any
 from scheduler.core import effects as do
 from scheduler.core.events import (
     Event,
-    FromAgent,
     FromOperator,
     FromService,
-    FromTrainer,
     ItemsProduced,
     Tick,
 )
@@ -31,7 +29,8 @@ FromPeer = Callable[[str, Message], Event]
 
 
 class SchedulerActor:
-    """One scheduler. ``ended`` maps runs to the reason with which they finished."""
+    """One scheduler. ``ended`` maps runs to the reason with which they finished; ``recorded`` takes
+    all events with their times, unless it is None."""
 
     def __init__(
         self,
@@ -51,8 +50,8 @@ class SchedulerActor:
             now=kernel.now,
         )
         self.ended: dict[str, str] = {}
+        self.recorded: list[tuple[Event, float]] | None = None
         self.handled = 0
-        self.offered = 0
         self._kernel = kernel
         self._network = network
         self._items_s = items_s
@@ -78,6 +77,8 @@ class SchedulerActor:
     def feed(self, event: Event) -> None:
         """Let the core handle an event, commit, carry out what it wants."""
         core = self.core
+        if self.recorded is not None:
+            self.recorded.append((event, self._kernel.now))
         effects = core.handle(event, self._kernel.now)
         self.handled += 1
         core.take_changes()
@@ -108,6 +109,3 @@ class SchedulerActor:
 
     def _tick(self) -> None:
         self.feed(Tick())
-
-
-__all__ = ["FromAgent", "FromTrainer", "SchedulerActor"]

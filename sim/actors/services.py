@@ -101,6 +101,8 @@ class TrajectoryLogActor:
                     if gone is not None:
                         self._ledger.body_gone(digest, gone.tokens)
                 self._network.send(LOG, SCHEDULER, BodiesGone(digests=digests))
+            case _:
+                pass  # welcomes and pongs
 
     def _offered(self, agent: str, offered: Spooled) -> None:
         """Ask for a large body; it comes in chunks, as fast as the link brings them."""
@@ -192,6 +194,8 @@ class WeightStoreActor:
             case VersionAccepted(policy=policy, version=number):
                 stored = self._versions[policy][number]
                 self._versions[policy][number] = stored._replace(accepted=True)
+            case _:
+                pass  # welcomes and pongs
 
     def _offered(self, trainer: str, offered: ModelledVersion) -> None:
         key = (offered.policy, offered.version)
@@ -266,7 +270,7 @@ class WeightStoreActor:
             size_bytes = min(size_bytes, self._workload.gap_bytes(gap))
         modelled = ModelledPlan(size_bytes, versions[target].announcement.digest)
         step = PlanStep(
-            manifest=msgspec.msgpack.encode(modelled) ,
+            manifest=msgspec.msgpack.encode(modelled),
             signature=_REST_OF_MANIFEST,
             key_id="sim",
             files=("delta",),

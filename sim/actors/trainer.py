@@ -59,6 +59,7 @@ class TrainerActor:
         self._written: do.WriteCheckpoint | None = None
         self._unpublished: dict[int, do.BuildVersion] = {}
         self._highest = 0
+        self._used: list[tuple[int, tuple[str, ...]]] = []
         self._bodies: dict[str, Spooled] = {}
         self._events: deque[on.Event] = deque()
         self._handling = False
@@ -66,11 +67,15 @@ class TrainerActor:
 
     # ---- life ----------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, _: object = None) -> None:
         """Begin a life at the last checkpoint that counts."""
         self._incarnation += 1
         self.alive = True
         position = self._position
+        for step, digests in self._used:
+            if step > position.step:
+                self._ledger.lineage_left(self.policy, digests)
+        self._used = [used for used in self._used if used[0] <= position.step]
         pending = tuple(
             PendingVersion(version=v, parent=built.parent, step=built.step, whole=built.whole)
             for v, built in sorted(self._unpublished.items())
@@ -164,11 +169,10 @@ class TrainerActor:
                 for digest in digests:
                     self._bodies.pop(digest, None)
             case do.RecordStep(report=report):
-                step = self._ledger.steps[self.policy][-1]
-                step.waiting_s = report.waiting_s
+                self._ledger.steps[self.policy][-1].waiting_s = report.waiting_s
             case do.Rollback():
                 self.crash()
-                self._kernel.after(DISK_S, lambda _: self.start())
+                self._kernel.after(DISK_S, self.start)
             case do.Exit():
                 self.crash()
             case _:
@@ -196,6 +200,7 @@ class TrainerActor:
                 body = self._bodies.pop(ref.digest)
                 self._ledger.body_trained(self.policy, ref.digest, body.tokens)
                 lags.append(ref.policy_lag)
+            self._used.append((effect.step, tuple(ref.digest for ref in effect.groups)))
             steps = self._ledger.steps.setdefault(self.policy, [])
             steps.append(Step(effect.step, self._kernel.now, tuple(lags)))
             self.feed(on.StepFinished(step=effect.step))
@@ -224,4 +229,5 @@ class TrainerActor:
             raise InvariantViolation(f"{self.name}: checkpoint {step} was not written")
         self._position = StartPosition(step=step, version=written.version)
         self._lineage += written.trained
+        self._used = [used for used in self._used if used[0] > step]
         self._later(0.0, on.CheckpointCommitted(step=step))

@@ -174,6 +174,67 @@ async def test_a_closed_peer_becomes_unreachable(world):
         hub.send(route, [HEAD, b""])
 
 
+async def test_a_hub_knows_whether_the_connection_of_a_route_is_up(world):
+    hub = world.hub()
+    link = world.link(hub)
+    await link.wait_connected()
+    link.send([HEAD, b"hello"])
+    route = (await hub.recv())[0].route
+    assert hub.reachable(route)
+    assert not hub.reachable(b"\0none")
+    await link.close()
+    async with asyncio.timeout(5):
+        while hub.reachable(route):
+            await asyncio.sleep(0.002)
+
+
+async def test_a_hub_may_put_a_peer_off_by_where_it_comes_from(world):
+    if world.server is None:
+        pytest.skip("an open hub asks nobody")
+    asked: list[str] = []
+
+    def admit(address: str) -> bool:
+        asked.append(address)
+        return len(asked) > 2
+
+    hub = world.network.hub(
+        world.endpoint, OPTIONS, key=world.server, authorise=world.known.get, admit=admit
+    )
+    link = world.link(hub)
+    async with asyncio.timeout(5):
+        await link.wait_connected()  # it tries again by itself
+    assert len(asked) == 3
+    assert link.handshake_failures == hub.handshake_failures == 2
+    assert len(set(asked)) == 1
+
+
+async def test_a_link_tries_every_server_key_that_it_may_find(world):
+    if world.server is None:
+        pytest.skip("an open hub has no key")
+
+    class Keys:
+        def __init__(self, *keys: str) -> None:
+            self.keys = keys
+            self.proved: list[str] = []
+
+        def candidates(self) -> tuple[str, ...]:
+            return self.keys
+
+        def used(self, key: str) -> None:
+            self.proved.append(key)
+
+    others = [KeyPair.generate("server", Role.SCHEDULER).public_key for _ in range(2)]
+    hub = world.hub()
+    world.link(hub)  # makes the key of "a" known
+    for place in range(3):
+        keys = Keys(*others[:place], world.server.public_key, *others[place:])
+        link = world.network.link(hub.endpoint, OPTIONS, key=world.keys["a"], server_key=keys)
+        async with asyncio.timeout(5):
+            await link.wait_connected()
+        assert set(keys.proved) <= {world.server.public_key}
+        await link.close()
+
+
 async def test_a_link_without_a_hub_is_unreachable_and_connects_when_there_is_one(world):
     first = world.hub()
     endpoint = first.endpoint

@@ -4,6 +4,7 @@ an agent that drains from the box itself."""
 import asyncio
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -140,6 +141,8 @@ async def test_jobs_results_questions_orders_and_a_drain_on_the_box(tmp_path: Pa
             Client(here.transport) as client,
         ):
             await jobs_and_results(here, client)
+            await a_scheduler_that_dies(here, client)
+            await the_program_of_the_page(here)
             await questions(here, operator)
             await orders(here, operator)
             left = await here.cli(
@@ -151,6 +154,15 @@ async def test_jobs_results_questions_orders_and_a_drain_on_the_box(tmp_path: Pa
             nobody = await here.cli("agent", "drain", "--set", f"agent.folder={here.folder}/agent")
             assert nobody.exit_code == 1
             assert "no agent runs on" in nobody.output
+            # The same by an operator, from anywhere.
+            await here.start("agent", "agent", "run", "--set", "agent.key=keys/box1.toml")
+            await until_agent(operator, "it is back", lambda a: a.state == "ready")
+            told = await here.cli("drain", "box1", "--deadline", "5s", "--reason", "maintenance")
+            assert told.exit_code == 0, told.output
+            assert await here.processes["agent"].wait() == 0
+            await until_agent(operator, "the agent is gone", lambda a: a.state == "gone")
+            away = await here.cli("drain", "box1")
+            assert (away.exit_code, "agent.away" in str(away.exception)) == (1, True)
 
 
 async def jobs_and_results(here: World, client: Client) -> None:
@@ -190,6 +202,44 @@ async def jobs_and_results(here: World, client: Client) -> None:
     assert over.exit_code == 0, over.output
     unknown = await here.cli("cancel", "toy", "never-was")
     assert (unknown.exit_code, "job.unknown" in unknown.output) == (1, True)
+
+
+async def a_scheduler_that_dies(here: World, client: Client) -> None:
+    """Killed between two results: the client goes on by itself, nothing is lost or given twice."""
+    receipts = await client.submit("toy", [job(f"c-{n}", f"{n} + 3 =", "") for n in range(40)])
+    assert {receipt.state for receipt in receipts} == {"queued"}
+    seen = []
+    async with asyncio.timeout(2 * WITHIN_S):
+        async for result in client.results(cursor=here.folder / "cursor", until="done"):
+            assert (await client.body(result)).sequences
+            seen.append(result.id)
+            if len(seen) == 3:
+                here.processes["scheduler"].kill()
+                await here.processes["scheduler"].wait()
+                ready = await here.start("scheduler", "scheduler", "run")
+                assert ready["ports"] == here.ports
+    assert sorted(seen) == sorted(f"c-{n}" for n in range(40))
+
+
+async def the_program_of_the_page(here: World) -> None:
+    """``docs/jobs.md`` has a whole program: it runs."""
+    page = (ROOT / "docs" / "jobs.md").read_text()
+    [program] = re.findall(r"```python\n(import.*?)```", page, re.DOTALL)
+    ports = "".join(f"{plane}_port = {port}\n" for plane, port in here.ports.items())
+    deployment = here.folder / "deployment.toml"
+    deployment.write_text(f'[transport]\nkeys = "keys"\n{ports}')
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        program.replace('"arithmetic"', '"toy"').replace("range(100)", "range(4)"),
+        cwd=here.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(WITHIN_S):
+        out, _ = await process.communicate()
+    assert process.returncode == 0
+    assert out.decode().count("accepted") == 4
 
 
 async def until_gone(client: Client, result: JobResult) -> None:

@@ -115,7 +115,7 @@ class World:
             return await self.answer(dealer)
 
     def counter(self, name: str) -> int:
-        return self.plane.counters.get(name, 0)
+        return self.plane.counters.get(f"enrolment.{name}", 0)
 
 
 def request(of: TokenFile, **changes: Any) -> EnrolRequest:
@@ -312,12 +312,12 @@ async def test_nobody_but_the_holder_of_the_tokens_server_key_is_talked_to(world
 @pytest.mark.parametrize(
     ("frames", "counter"),
     [
-        ([b""], "enrol.malformed"),
-        ([b"\x01"], "enrol.malformed"),
-        ([b"\x01\x70", b"\xff\xff"], "enrol.malformed"),
-        ([b"\x01\x70", b"\x80"], "enrol.malformed"),
-        ([b"\x01\xee", b"\x80"], "enrol.malformed"),
-        (encode(Hello(role=Role.AGENT, incarnation=1, build="b")), "enrol.not_allowed"),
+        ([b""], "cut.malformed"),
+        ([b"\x01"], "cut.malformed"),
+        ([b"\x01\x70", b"\xff\xff"], "cut.malformed"),
+        ([b"\x01\x70", b"\x80"], "cut.malformed"),
+        ([b"\x01\xee", b"\x80"], "cut.malformed"),
+        (encode(Hello(role=Role.AGENT, incarnation=1, build="b")), "cut.not_allowed"),
     ],
 )
 async def test_anything_else_costs_the_connection(world, frames, counter):
@@ -332,7 +332,7 @@ async def test_a_second_message_on_one_connection_is_not_taken(world):
     with world.raw() as dealer:
         for _ in range(2):
             dealer.send_multipart(encode(request(world.token(), secret="0" * 64)))
-        await world.until(lambda: world.counter("enrol.second_message") == 1)
+        await world.until(lambda: world.counter("cut.second_message") == 1)
         await world.until(lambda: len(world.plane._hub.limits) == 0)
     await still_good(world)
 
@@ -391,7 +391,7 @@ async def test_one_address_cannot_ask_without_end(closed):
         assert answer.code == "enrol.token_invalid"
     with closed.raw() as dealer:
         dealer.send_multipart(encode(request(token)))
-        await closed.until(lambda: closed.counter("enrol.put_off") >= 1)
+        await closed.until(lambda: closed.counter("put_off") >= 1)
         assert dealer.poll(50) == 0
     assert all(not one.uses for one in closed.store.all())
 

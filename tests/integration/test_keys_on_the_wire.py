@@ -2,20 +2,16 @@
 two boxes have one key, signers are certified, and an agent tries to be more than that."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from service_world import PlaneLink
+from key_cloud import POLICY, WAIT_S, KeyCloud, until
 
 from edge_agent.trust import AgentTrust
-from scheduler.control_plane import ControlPlane
-from scheduler.core.events import FromAgent
-from scheduler.signer_book import SignerBook
 from scheduler.tokens import revoke_key
-from transport.keys import DeploymentKeys, KeyPair, create_keys
-from transport.links import ServerKeys
+from transport.keys import KeyPair, create_keys
 from transport.messages import (
     AgentInventory,
     Heartbeat,
@@ -31,124 +27,21 @@ from transport.messages import (
     VersionOffer,
     Welcome,
 )
-from transport.plane_hub import PlaneHub
-from transport.plane_links import link_options
 from transport.runtime.clock import SystemClock
-from transport.runtime.settings import TransportConfig
 from transport.server_keys import PinnedServerKeys
 from transport.server_rotation import abandon_rotation, begin_rotation, finish_rotation
-from transport.zmq_links import ZmqLink, ZmqNetwork
 
 pytestmark = pytest.mark.asyncio
 
-POLICY, SECOND = "run/solver", "second/solver"
-WAIT_S = 8.0
-
-
-class Cloud:
-    """The control plane of a deployment, without a core: it welcomes whoever may speak."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.keys_folder = folder / "cloud"
-        self.keys: DeploymentKeys = create_keys(
-            self.keys_folder, agents=["a", "b"], trainers=[POLICY]
-        )
-        self.network = ZmqNetwork()
-        self.box_network = ZmqNetwork()
-        self.events: list[FromAgent] = []
-        self.links: list[PlaneLink] = []
-        self.heartbeat_s = 0.2
-        self._tasks: list[asyncio.Task[None]] = []
-        self.port = 0
-
-    def start(self, plane: Plane = Plane.CONTROL) -> None:
-        self.hub = PlaneHub(
-            self.network,
-            plane,
-            TransportConfig(keys=str(self.keys_folder)),
-            port=self.port,
-            port_file=self.folder / f"{plane.value}-port",
-            clock=SystemClock(),
-        )
-        self.port = self.hub.port
-        self.plane = ControlPlane(self.hub, SystemClock())
-        self.plane.book = SignerBook(self.keys_folder)
-        self._tasks = [
-            asyncio.create_task(self._serve()),
-            asyncio.create_task(self.hub.keep_refreshing()),
-        ]
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.hub.close()
-
-    async def close(self) -> None:
-        for link in self.links:
-            await link.close()
-        await self.stop()
-        await self.network.close()
-        await self.box_network.close()
-
-    async def _serve(self) -> None:
-        while True:
-            for arrival in await self.hub.recv():
-                event = self.plane.event(arrival)
-                if event is None:
-                    continue
-                assert isinstance(event, FromAgent)
-                self.events.append(event)
-                if isinstance(arrival.message, Hello):
-                    welcome = Welcome(
-                        term=1, heartbeat_s=self.heartbeat_s, lost_after_s=9.0, policies=(POLICY,)
-                    )
-                    self.plane.send(arrival.peer.name, welcome)
-
-    def box(self, name: str = "box") -> Path:
-        """A box's own folder of keys, as enrolment leaves it."""
-        folder = self.folder / name
-        (folder / "signers").mkdir(parents=True)
-        for file in ("server.public.toml", "root.public.toml"):
-            (folder / file).write_text((self.keys_folder / file).read_text())
-        return folder
-
-    def link(
-        self,
-        agent: str = "a",
-        server_key: str | ServerKeys | None = None,
-        plane: Plane = Plane.CONTROL,
-    ) -> PlaneLink:
-        options = link_options(TransportConfig(), plane)
-        link = PlaneLink(
-            self.box_network.link(
-                f"tcp://127.0.0.1:{self.port}",
-                options._replace(reconnect_s=0.02, reconnect_max_s=0.1),
-                key=self.keys.agents[agent],
-                server_key=server_key or self.keys.server.public_key,
-            ),
-            plane,
-        )
-        self.links.append(link)
-        return link
-
-    def heard(self, kind: type) -> int:
-        return sum(isinstance(event.message, kind) for event in self.events)
+SECOND = "second/solver"
 
 
 @pytest_asyncio.fixture
-async def cloud(tmp_path: Path) -> AsyncIterator[Cloud]:
-    made = Cloud(tmp_path)
+async def cloud(tmp_path: Path) -> AsyncIterator[KeyCloud]:
+    made = KeyCloud(tmp_path)
     made.start()
     yield made
     await made.close()
-
-
-async def until(check: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not check():
-            await asyncio.sleep(0.005)
 
 
 def hello(process: str = "p", incarnation: int = 1) -> Hello:
@@ -179,7 +72,7 @@ async def test_the_servers_key_is_changed_twice_under_a_connected_agent(cloud):
         assert pinned.candidates()[1] == following
         assert finish_rotation(cloud.keys_folder) == following
         await cloud.stop()
-        connection: ZmqLink = link.link
+        connection = link.link
         async with asyncio.timeout(WAIT_S):
             await connection.wait_disconnected()
         cloud.start()
@@ -365,7 +258,7 @@ async def test_an_agent_is_who_its_key_says_whatever_it_says_itself(cloud):
 
 
 async def test_an_agents_key_cannot_publish_weights(tmp_path):
-    cloud = Cloud(tmp_path)
+    cloud = KeyCloud(tmp_path)
     cloud.start(Plane.WEIGHTS)
     link = cloud.link(plane=Plane.WEIGHTS)
     await link.send(VersionOffer(manifest=b"m", signature=b"s", key_id="k"))

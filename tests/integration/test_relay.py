@@ -20,7 +20,7 @@ from transport.envelope import encode
 from transport.errors import ConfigError, LinkError
 from transport.fair_sender import FairSender
 from transport.keys import KeyPair, create_keys
-from transport.messages import Chunk, ChunkRequest, Plane, WeightsRequest
+from transport.messages import Chunk, ChunkRequest, Plane, Refuse, WeightsRequest
 from transport.permissions import may_send, may_send_at_relay
 from transport.plane_hub import PlaneHub
 from transport.plane_links import PlaneLinks, link_options
@@ -308,8 +308,10 @@ async def test_a_relay_hears_nothing_but_requests_for_chunks_and_from_its_own_li
         await agent.send(request)  # without what it must hash to
         [answer] = await agent.expect(Chunk)
         assert (answer.index, answer.found) == (0, False)
-        assert not itself.received
-        assert len(agent.received) == 0
+        for one in (itself, agent):
+            [refused] = await one.expect(Refuse)
+            assert refused.code == "role.not_allowed"
+            assert one.received == []
         for link in links:
             await link.close()
 

@@ -226,8 +226,8 @@ async def test_roles_may_say_only_their_own(tmp_path):
         await trainer.expect(Body)
         await put(agent, 3)
         await agent.expect(TrajectoryAck)
-        assert not agent.received
-        assert not trainer.received
+        for peer in (agent, trainer):
+            assert {message.code for message, _ in peer.received} == {"role.not_allowed"}
 
 
 @pytest.mark.asyncio

@@ -83,7 +83,7 @@ def test_a_silent_scheduler_gets_a_new_link_and_a_hello_with_what_is_held() -> N
     hello = said(Hello, effects)[0]
     assert hello.agent is not None
     assert hello.agent.held == (
-        HeldAttempt(attempt=offer(2).attempt, fence=(1, 2)),
+        HeldAttempt(attempt=offer(2).attempt, fence=(1, 2), started=True),
         HeldAttempt(attempt=offer(1).attempt, fence=(1, 1), spooled=True),
     )
     assert hello.agent.versions == {POLICY: VersionRef(version=0, digest="d0")}

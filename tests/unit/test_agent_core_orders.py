@@ -2,7 +2,10 @@
 
 import pytest
 from agent_story import Story, of, offer, one, reason_for, said
+from hypothesis import given
+from hypothesis import strategies as st
 
+from edge_agent.core.clock_filter import ClockFilter
 from edge_agent.core.effects import DropSpooled, Exit, SendLog
 from edge_agent.core.events import DrainRequested, Measured, Tick
 from transport.messages import (
@@ -98,6 +101,32 @@ def test_stamps_that_cannot_be_leave_an_upper_bound_of_the_round_trip(
     story.scheduler(reply)
     assert story.core.status().rtt_s == pytest.approx(0.1)
     assert story.core.status().clock_offset_s is None
+
+
+@given(
+    ahead_s=st.floats(-1e6, 1e6),
+    samples=st.lists(
+        st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 2.0), st.floats(0.0, 60.0)), min_size=1
+    ),
+)
+def test_the_offset_is_off_by_no_more_than_half_of_the_least_delay(
+    ahead_s: float, samples: list[tuple[float, float, float]]
+) -> None:
+    clock, now = ClockFilter(), 50.0
+    for up_s, down_s, held_s in samples:
+        received_s = now + up_s + ahead_s + 2e6
+        arrived_s = now + up_s + held_s + down_s
+        clock.add(
+            sent_s=now,
+            arrived_s=arrived_s,
+            received_s=received_s,
+            replied_s=received_s + held_s,
+        )
+        now = arrived_s + 1.0
+    delays = [up_s + down_s for up_s, down_s, _ in samples[-8:]]
+    assert clock.rtt_s == pytest.approx(min(delays), abs=1e-6)
+    assert clock.ahead_s is not None
+    assert abs(clock.ahead_s - ahead_s - 2e6) <= min(delays) / 2 + 1e-3
 
 
 # ---- orders --------------------------------------------------------------------------------

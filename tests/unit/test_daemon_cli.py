@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from transport.errors import ConfigError, FarflowError, StoreError
 from transport.runtime.daemon_cli import daemon_command, foreseen_errors
 from transport.runtime.settings import DaemonConfig
+from transport.runtime.shutdown import Stop
 
 Life = Callable[[DaemonConfig, asyncio.Event], Coroutine[Any, Any, int]]
 
@@ -46,6 +47,21 @@ def test_a_daemon_says_ready_once_and_stops_in_order_on_sigterm() -> None:
     result = run(until_stopped)
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {"ready": True, "ports": {}}
+
+
+def test_a_daemon_that_still_works_hears_of_every_further_sigterm() -> None:
+    async def insists(config: DaemonConfig, stop: asyncio.Event) -> int:
+        assert isinstance(stop, Stop)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stop.wait()
+        assert not stop.again.is_set()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await stop.again.wait()
+            stop.again.clear()
+        return 0
+
+    assert run(insists).exit_code == 0
 
 
 def test_a_child_stops_when_its_standard_input_ends() -> None:

@@ -43,7 +43,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "FOLDER").mkdir()
-    (tmp_path / "FILE").touch()
+    for name in ("box/agent.toml", "farflow-agent/agent.toml"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    for name in ("FILE", "jobs.jsonl", "agent.toml"):
+        (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

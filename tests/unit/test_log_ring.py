@@ -65,8 +65,9 @@ def test_a_run_is_found_by_attempt_job_policy_and_what_its_workflow_logs() -> No
 def test_lines_bytes_and_one_line_are_bounded() -> None:
     with LogRing(max_lines=5) as ring:
         log = structlog.get_logger()
+        names = [f"n{number}" for number in range(8)]
         for number in range(8):
-            log.info("n" + str(number))
+            log.info(names[number])
         assert events(ring.recent(100, max_bytes=100_000)) == ["n3", "n4", "n5", "n6", "n7"]
         size_bytes = sum(map(len, ring.recent(2, max_bytes=100_000)))
         assert events(ring.recent(100, max_bytes=size_bytes)) == ["n6", "n7"]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from core_builders import RUN, SOLVER, Scene, make_items, make_run, make_scene, released, replies
 
+from scheduler.core import external
 from transport.messages import (
     ExternalJob,
     Item,
@@ -195,6 +196,19 @@ def test_results_that_nobody_fetches_stop_the_submitter():
     assert submitted(scene, make_job("j2"))[0].code == "quota.results"
     results(scene, after=1)
     assert submitted(scene, make_job("j2"))[0].state == "queued"
+
+
+def test_texts_and_sequences_that_are_held_are_bounded_too(monkeypatch):
+    monkeypatch.setattr(external, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(external, "MAX_SEQUENCES_HELD", 10)
+    scene = make_scene()
+    scene.commanded("pause")
+    long = (Item(index=0, prompt="x" * 1000, answer=""),)
+    states = [submitted(scene, make_job(f"s{n}", group_size=4))[0].code for n in range(3)]
+    assert states == ["", "", "quota.results"]
+    cancelled(scene, "s0", "s1")
+    codes = [submitted(scene, make_job(f"t{n}", items=long))[0].code for n in range(2)]
+    assert codes == ["", "quota.queued"]
 
 
 def test_a_job_expires_at_its_deadline_wherever_it_is(busy):

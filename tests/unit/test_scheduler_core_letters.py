@@ -361,3 +361,11 @@ def test_an_explanation_fits_a_frame_whatever_its_texts():
     for subject in (job, "a0", RUN, SOLVER):
         size_bytes = len(msgspec.msgpack.encode(explained(scene, subject)))
         assert size_bytes < CONTROL_FRAME_BYTES - 1024
+
+
+def test_a_job_says_which_limit_of_its_run_it_waits_for():
+    scene = make_scene(run=make_run(max_sequences_in_flight=2))
+    scene.joined("a", slots=64)
+    queued = [j for j in scene.core._ctx.tables.jobs.values() if j.state == "queued"]
+    found = explained(scene, queued[0].id)
+    assert found.reasons == ("queued: 2 sequences are in flight, max_sequences_in_flight is 2",)

@@ -47,6 +47,13 @@ def invalid(scene: Scene, offer: LeaseOffer) -> None:
     scene.finished(offer, rewards=(1.0,))
 
 
+def lived_on(scene: Scene, agent: str = "a") -> None:
+    """A few heartbeats: placement may wait a moment for a better place."""
+    for _ in range(4):
+        scene.wait(2.0)
+        scene.beats(agent)
+
+
 def excluded(scene: Scene, agent: str = "a") -> Scene:
     ordered(scene, "quarantine", agent, reason="odd log-probabilities")
     return scene
@@ -68,7 +75,15 @@ def test_a_cordoned_agent_keeps_what_it_has_and_gets_no_more(scene):
     assert len(scene.live_offers("a")) == len(held) - 1
     assert ordered(scene, "uncordon").ok
     assert (scene.agent().state, scene.agent().cordoned) == ("ready", False)
+    lived_on(scene)
     assert len(scene.live_offers("a")) == len(held)
+
+
+@pytest.mark.parametrize("order", ["cordon", "quarantine"])
+def test_a_run_says_that_all_its_agents_are_kept_away(scene, order):
+    ordered(scene, order)
+    assert scene.run().reason == f"no agent is ready (1 {order.removesuffix('e')}ed)"
+    assert scene.core._ctx.ready_slots == 0
 
 
 def test_a_cordon_survives_both_sides_restarts(scene):
@@ -101,6 +116,7 @@ def test_a_draining_agent_gets_nothing_new_and_is_free_again_after_its_return(sc
     scene.feed(FromAgent("a", Goodbye(reason="drained")))
     scene.joined("a", incarnation=2)
     assert scene.agent().state == "ready"
+    lived_on(scene)
     assert scene.live_offers("a")
 
 

@@ -48,9 +48,7 @@ class PromptScene(Scene):
 
 
 def made(**changes: object) -> PromptScene:
-    scene = make_scene(kind=PromptScene, prompts_on_disk=True, **changes)
-    scene.commanded("pause")
-    return scene
+    return make_scene(kind=PromptScene, prompts_on_disk=True, **changes)
 
 
 def submitted(scene: Scene, id: str = "j0", items: tuple[Item, ...] = ITEMS) -> str:

@@ -115,6 +115,17 @@ async def test_the_first_bytes_follow_a_plan_where_they_are_welcome(at_desk):
     assert desk.planner.sent(some) == ()
     for other in (none, joiner, little):
         assert desk.planner.sent(other) == ()
+    # The request is repeated while all that is on its way; then asks from the new version.
+    for have, follows in ((1, False), (2, True)):
+        desk.ready.clear()
+        again = desk.ask(b"a", have, **welcome)
+        await desk.until(lambda: len(desk.ready) == 1)
+        assert bool(desk.planner.sent(again)) == follows
+    desk.clock.advance(FORGET_S + 1)
+    desk.planner.forget_silent()
+    desk.ask(b"a", 2, **welcome)
+    await desk.until(lambda: len(desk.ready) == 2)
+    assert desk.planner.sent(again)
 
 
 @pytest.mark.asyncio

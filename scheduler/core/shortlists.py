@@ -1,0 +1,94 @@
+"""Shortlists of one placing pass, kept for jobs that are alike.
+
+A pass places many jobs at one moment; only agents that got something meanwhile look different to
+the next job of the same kind. So a shortlist is drawn once for several jobs, and of it only those
+agents are looked at again whose load has changed.
+
+What always holds: every candidate is as ``candidates.candidate_of`` gives it now; with no more open
+agents than a shortlist holds, the outcome is that of drawing anew for every job; of a larger fleet
+a draw serves at most ``REUSED`` jobs and not after half of it is gone, so that one neighbourhood
+does not get everything. Jobs whose freshness counts, that are pinned, that ask for labels or that
+have failed somewhere are never alike.
+"""
+
+from scheduler.core import candidates, prefetch
+from scheduler.core.context import Context
+from scheduler.core.placement import Candidate, FinishTime, JobView, expected_s
+from scheduler.core.state import Job, Run
+
+REUSED = 16
+
+_Key = tuple[str, str, int, float, float]
+
+
+class _Kept:
+    __slots__ = ("drawn", "found", "uses")
+
+    def __init__(self, found: list[Candidate]) -> None:
+        self.found = found
+        self.drawn = len(found)
+        self.uses = 0
+
+
+class Shortlists:
+    """Belongs to one pass over all open agents."""
+
+    def __init__(self) -> None:
+        self._kept: dict[_Key, _Kept] = {}
+
+    def candidates(
+        self, ctx: Context, run: Run, job: Job, view: JobView, names: list[str]
+    ) -> list[Candidate]:
+        """Agents of ``names`` that may take the job, as ``candidates.shortlist``."""
+        everybody = names is ctx.open_agents.names
+        if not everybody or view.policies or job.avoid or not _plain(ctx, job):
+            return candidates.shortlist(ctx, run, job, view, names)
+        key = (run.name, view.kind, view.sequences, view.tokens_mean, view.tokens_longest)
+        kept = self._kept.get(key)
+        if kept is not None:
+            kept.uses += 1
+            self._refresh(ctx, view, kept)
+            if kept.uses < REUSED and len(kept.found) * 2 > kept.drawn:
+                return kept.found
+        found = candidates.shortlist(ctx, run, job, view, names)
+        if isinstance(ctx.rule, FinishTime):
+            found = _enough(view, found)
+        self._kept[key] = kept = _Kept(found)
+        return kept.found
+
+    def _refresh(self, ctx: Context, view: JobView, kept: _Kept) -> None:
+        agents, is_open = ctx.agents, ctx.open_agents
+        found = kept.found
+        for place in range(len(found) - 1, -1, -1):
+            before = found[place]
+            live = agents[before.agent]
+            if live.load == before.load and before.agent in is_open:
+                continue
+            now: Candidate | None = None
+            if before.agent in is_open:
+                agent = ctx.tables.agents[before.agent]
+                if prefetch.has_room(ctx, agent, live, view.sequences):
+                    now = candidates.candidate_of(ctx, view, agent, live, {})
+            if now is None:
+                del found[place]
+            else:
+                found[place] = now
+
+
+def _enough(view: JobView, found: list[Candidate]) -> list[Candidate]:
+    """Those that the next jobs can go to by finish time: each job makes one candidate worse, so
+    the best ``REUSED`` hold the best one for as many jobs. With them the one that was not used for
+    longest, for a probe; all of them where prices count as well."""
+    if len(found) <= REUSED or any(candidate.token_usd > 0.0 for candidate in found):
+        return found
+    ordered = sorted(found, key=lambda c: (expected_s(view, c), c.agent))
+    longest = min(ordered[REUSED:], key=lambda c: (c.load > 0, -c.idle_s, c.agent))
+    return [*ordered[:REUSED], longest]
+
+
+def _plain(ctx: Context, job: Job) -> bool:
+    if candidates.pins(ctx, job):
+        return False
+    if job.evaluation:
+        return not ctx.evaluations[job.evaluation].declined
+    return job.external is None or not job.external.require

@@ -1,0 +1,84 @@
+"""Commands that ask a scheduler: what is wrong before anything is asked, and help that is quick."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from farflow.cli import cli, main
+
+COMMANDS = (
+    *("submit", "results", "cancel", "dead", "explain", "events", "logs"),
+    *("drain", "cordon", "uncordon", "quarantine", "release"),
+)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "jobs.jsonl"
+    path.write_text('{"id": "a", "prompt": "x"}\n')
+    return path
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    result = CliRunner().invoke(cli, [name, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "submit r jobs.jsonl --bodies there",
+        "submit r jobs.jsonl --deadline soon",
+        "submit r jobs.jsonl --group-size 0",
+        "submit r absent.jsonl",
+        "results --cursor c",
+        "results --timeout 5s",
+        "results --limit 257",
+        "events --timeout 5s",
+        "cancel r",
+        "dead replay",
+        "dead replay r/t-1 --run r",
+        "drain box1 --deadline -5",
+        "logs box1 --lines 2001",
+    ],
+)
+def test_wrong_usage_is_status_2(jobs: Path, words: str) -> None:
+    result = CliRunner().invoke(cli, words.split())
+    assert result.exit_code == 2, result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("submit r jobs.jsonl", 78, "submitter key keys/submitter.toml: no such file; name it"),
+        ("results", 78, "submitter key keys/submitter.toml"),
+        ("cancel r a", 78, "submitter key keys/submitter.toml"),
+        ("explain r/t-1", 78, "operator key keys/operator.toml"),
+        ("events", 78, "operator key keys/operator.toml"),
+        ("drain box1", 78, "operator key keys/operator.toml"),
+        ("logs box1", 78, "operator key keys/operator.toml"),
+        ("dead ls", 78, "operator key keys/operator.toml"),
+        ("submit r bad.jsonl", 1, "bad.jsonl:1: id: missing"),
+        ("agent drain", 1, "no agent runs on agent"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(
+    jobs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    status: int,
+    said: str,
+) -> None:
+    (jobs.parent / "bad.jsonl").write_text('{"prompt": "x"}\n')
+    monkeypatch.setattr("sys.argv", ["farflow", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
