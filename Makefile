@@ -24,6 +24,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)  ## writes bench/results/
+	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e ".[bench]"
 	$(BIN)/python -m bench
 
 docs: $(STAMP)

@@ -4,7 +4,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("delta", "fanout", "learning")
+NAMES = (
+    "bulk",
+    "delta",
+    "fanout",
+    "leases",
+    "learning",
+    "placement",
+    "trajectory",
+    "virtual_chaos",
+    "wire",
+)
 
 if __name__ == "__main__":
     results = Path(__file__).parent / "results"

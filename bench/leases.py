@@ -28,7 +28,7 @@ import msgspec
 from bench.leases_agents import Fleet, Seen, run_fleet
 from bench.leases_load import Load, Served
 from bench.leases_rows import core_rows, fdatasync_s, restart_row
-from bench.leases_world import POLICY, Started, World, make_world, scheduler, with_port
+from bench.leases_world import POLICY, Started, World, cpu_s, make_world, scheduler, with_port
 from bench.report import Row, main
 from scheduler.operator import Operator
 from transport.runtime.logs import configure_logging
@@ -44,8 +44,8 @@ RATE_S: Final = 5000.0
 SLOW_S: Final = 1000.0
 SUSTAINED: Final = 0.9
 FULL_P99_S, SLOW_P99_S = 0.05, 0.005
-QUICK_S, FULL_S, WARM_S = 4.0, 15.0, 2.0
-QUICK_TASKS, FULL_TASKS = 1500, 10_000
+QUICK_S, FULL_S, WARM_S = 3.0, 15.0, 2.0
+QUICK_TASKS, FULL_TASKS = 1000, 10_000
 READY_S, DRAIN_S, DASK_S = 60.0, 30.0, 300.0
 _SPAWN: Final = multiprocessing.get_context("spawn")
 
@@ -68,6 +68,7 @@ class FleetProcess:
         self._pipe, theirs = _SPAWN.Pipe()
         self.process = _SPAWN.Process(target=run_fleet, args=(fleet, theirs), daemon=True)
         self.process.start()
+        theirs.close()
 
     def seen(self) -> Seen:
         """What happened since the last question."""
@@ -78,6 +79,7 @@ class FleetProcess:
         self._pipe.send("end")
         self.process.join(10.0)
         self.process.kill()
+        self._pipe.close()
 
 
 @contextmanager
@@ -258,12 +260,6 @@ def measure(quick: bool) -> list[Row]:
 
 def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else 0.0
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A deployment for the lease bench: keys of a large fleet, a run, and the scheduler's process."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from scheduler.children import overrides_of
 from scheduler.config import SchedulerConfig, SchedulerTable
 from transport.key_files import to_toml
 from transport.keys import KeyPair, create_keys
@@ -23,6 +23,7 @@ POLICY: Final = "bench/solver"
 SUBMITTERS: Final = ("load-0", "load-1", "load-2", "load-3")
 READY_S: Final = 60.0
 ITEMS: Final = 64
+CONFIG: Final = "deployment.toml"
 
 
 class World(NamedTuple):
@@ -62,10 +63,28 @@ def make_world(folder: Path, agents: int) -> World:
     items.write_text("\n".join(lines) + "\n", encoding="utf-8")
     config = SchedulerConfig(
         transport=TransportConfig(
-            control_port=0, trajectories_port=0, weights_port=0, keys=str(keys)
+            control_port=0, trajectories_port=0, weights_port=0, enrolment_port=0, keys=str(keys)
         ),
         log=LogConfig(level="warning"),
         scheduler=SchedulerTable(folder=str(folder / "scheduler"), durability="power-loss"),
+    )
+    (folder / CONFIG).write_text(
+        f"""
+[transport]
+control_port = 0
+trajectories_port = 0
+weights_port = 0
+enrolment_port = 0
+keys = {json.dumps(config.transport.keys)}
+
+[scheduler]
+folder = {json.dumps(config.scheduler.folder)}
+durability = "power-loss"
+
+[log]
+level = "warning"
+""",
+        encoding="utf-8",
     )
     return World(
         folder,
@@ -97,7 +116,7 @@ def scheduler(world: World, *, real_log: bool, profile: Path | None = None) -> I
     command += ["--real-log"] if real_log else []
     command += ["--profile", str(profile)] if profile else []
     process = subprocess.Popen(
-        [*command, *overrides_of(world.config), "--stop-on-eof"],
+        [*command, "--config", str(world.folder / CONFIG), "--stop-on-eof"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -116,7 +135,14 @@ def scheduler(world: World, *, real_log: bool, profile: Path | None = None) -> I
             process.wait(READY_S)
         except subprocess.TimeoutExpired:
             process.kill()
+        process.stdout.close()
 
 
 def with_port(world: World, port: int) -> TransportConfig:
     return msgspec.structs.replace(world.config.transport, control_port=port)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -18,41 +18,19 @@ intervals are too wide for targets, so that rows with an interval have none.
 """
 
 import os
-import random
 import statistics
-import time
 from collections.abc import Sequence
 
 import msgspec
 
+from bench.placement_speed import decision_row, speed_rows
 from bench.report import Row, main
-from scheduler.core.effects import Effect, ProduceItems, Send
-from scheduler.core.events import (
-    Event,
-    FromAgent,
-    FromOperator,
-    FromService,
-    FromTrainer,
-    ItemsProduced,
-)
-from scheduler.core.machine import SchedulerCore
-from scheduler.core.settings import WEIGHT_STORE, CoreSettings, PlacementName
+from scheduler.core.settings import PlacementName
 from sim.compare import RULES, Task, interval, ratios, simulate_all
 from sim.faults import FaultSpec
-from sim.run import Result, Simulation
+from sim.run import Result
 from sim.scenario import AgentsSpec, PolicyShape, Scenario, load_scenario
-from sim.workload import Workload, make_digest, make_items
-from transport.messages import (
-    AgentInventory,
-    Hello,
-    LeaseOffer,
-    LeaseOffers,
-    Role,
-    RunSubmit,
-    TrainerInventory,
-    VersionRef,
-    VersionStored,
-)
+from sim.workload import Workload
 
 OURS: PlacementName = "finish-time"
 REFERENCE: PlacementName = "least-outstanding"
@@ -61,8 +39,6 @@ MIXED = "aws12-mixed"
 RATIO_TARGET, RATIO_LOW_TARGET = 1.25, 1.15
 WASTED_TARGET = 0.5
 IDENTICAL_TARGET = 0.99
-KERNEL_EVENTS_S, CORE_EVENTS_S = 100_000.0, 50_000.0
-DECISION_S = 150e-6
 LIVE_SHARE_TARGET = 0.95
 
 Measured = dict[PlacementName, list[Result]]
@@ -243,120 +219,6 @@ def deadlock_rows(steps: int) -> list[Row]:
     ]
 
 
-# ---- speed -------------------------------------------------------------------------------------
-
-
-def speed_rows(steps: int) -> list[Row]:
-    """Kernel events per second of CPU, and the scheduler core alone on the same events."""
-    scenario = msgspec.structs.replace(mixed(), steps=steps)
-    simulation = Simulation(scenario, placement=OURS, seed=0)
-    recorded: list[tuple[Event, float]] = []
-    simulation.scheduler.recorded = recorded
-    began_s = time.process_time()
-    result = simulation.run()
-    took_s = time.process_time() - began_s
-    core = SchedulerCore(
-        scenario.core_settings(OURS),
-        term=1,
-        rng=random.Random(0),
-        build="sim",
-    )
-    began_s = time.process_time()
-    for event, now in recorded:
-        core.handle(event, now)
-        core.take_changes()
-    alone_s = time.process_time() - began_s
-    kernel_rate, core_rate = result.events / took_s, len(recorded) / alone_s
-    return [
-        Row(
-            metric="kernel events, all cores' work in them",
-            value=kernel_rate,
-            unit="events/s of CPU",
-            reference="the scheduler's core alone",
-            ratio=kernel_rate / core_rate,
-            target=f">= {KERNEL_EVENTS_S:.0f}",
-            ok=kernel_rate >= KERNEL_EVENTS_S,
-        ),
-        Row(
-            metric="scheduler core alone, the same events again",
-            value=core_rate,
-            unit="events/s of CPU",
-            target=f">= {CORE_EVENTS_S:.0f}",
-            ok=core_rate >= CORE_EVENTS_S,
-        ),
-    ]
-
-
-def decision_row(agents: int) -> Row:
-    """CPU time per placement decision with ``agents`` ready agents, everything that leads to the
-    offer included: taking in the item, making the job, choosing, the offer."""
-    core = SchedulerCore(CoreSettings(), term=1, rng=random.Random(0), build="bench")
-    shape = PolicyShape(batch_groups=1024, max_policy_lag=4)
-    scenario = Scenario(name="decision", sites={"s": 50.0}, policies={"policy": shape})
-    digest = make_digest("sim/policy", 0)
-    effects = _feed(core, FromOperator("op", 1, RunSubmit(run=scenario.run_spec())), 0.0)
-    stored = VersionStored(
-        policy="sim/policy",
-        version=0,
-        parent=None,
-        step=0,
-        digest=digest,
-        delta_bytes=1,
-        full_bytes=1,
-    )
-    effects += _feed(core, FromService(WEIGHT_STORE, stored), 0.0)
-    inventory = TrainerInventory(policy="sim/policy", checkpoint_step=0, checkpoint_version=0)
-    trainer = Hello(role=Role.TRAINER, incarnation=1, build="b", trainer=inventory)
-    effects += _feed(core, FromTrainer("t", trainer), 0.0)
-    rng = random.Random(1)
-    for number in range(agents):
-        hello = Hello(
-            role=Role.AGENT,
-            incarnation=1,
-            build="b",
-            agent=AgentInventory(
-                slots=rng.choice((4, 8, 16)),
-                hardware=f"class-{rng.randrange(8)}",
-                engine="sim",
-                workflows={"single_turn": "sim"},
-                rewards=("reasoning-gym",),
-                versions={"sim/policy": VersionRef(version=0, digest=digest)},
-            ),
-        )
-        effects += _feed(core, FromAgent(f"a{number:05d}", hello), 0.0)
-    took_s, offers = 0.0, 0
-    while asked := [effect for effect in effects if isinstance(effect, ProduceItems)]:
-        items = make_items(asked[-1].start, asked[-1].count)
-        began_s = time.process_time()
-        effects = _feed(
-            core, ItemsProduced(asked[-1].run, asked[-1].kind, asked[-1].start, items), 1.0
-        )
-        took_s += time.process_time() - began_s
-        offers += sum(_offers(effect) for effect in effects)
-    decision_s = took_s / max(1, offers)
-    return Row(
-        metric=f"decision at {agents} agents ({offers} offers)",
-        value=1e6 * decision_s,
-        unit="us of CPU",
-        target=f"<= {1e6 * DECISION_S:.0f}",
-        ok=offers > 1000 and decision_s <= DECISION_S,
-    )
-
-
-def _feed(core: SchedulerCore, event: Event, now: float) -> list[Effect]:
-    effects = core.handle(event, now)
-    core.take_changes()
-    return effects
-
-
-def _offers(effect: Effect) -> int:
-    if not isinstance(effect, Send):
-        return 0
-    if isinstance(effect.message, LeaseOffers):
-        return len(effect.message.offers)
-    return int(isinstance(effect.message, LeaseOffer))
-
-
 def measure(quick: bool) -> list[Row]:
     seeds, steps = (2, 20) if quick else (8, 60)
     base = msgspec.structs.replace(mixed(), steps=steps)
@@ -369,7 +231,7 @@ def measure(quick: bool) -> list[Row]:
     else:
         rows += identical_rows(identical(base), 4, RULES)
     rows += deadlock_rows(steps)
-    rows += speed_rows(min(steps, 20))
+    rows += speed_rows(msgspec.structs.replace(base, steps=min(steps, 20)))
     rows.append(decision_row(10_000))
     return rows
 

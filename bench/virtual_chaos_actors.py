@@ -82,6 +82,10 @@ class ChaosNetwork(Network):
         host = super().add(name, site, up, down, arrive)
         return host
 
+    def life(self, name: str) -> int:
+        """Changes when the process of a host ends."""
+        return self._hosts[name].epoch
+
     def end_process(self, name: str) -> None:
         """Messages to and from it are lost; transfers wait: what arrived of one is on disk."""
         self._hosts[name].epoch += 1
@@ -343,8 +347,13 @@ class Submitter(Person):
 
     def _take(self, results: tuple[JobResult, ...], after: int) -> None:
         numbers = [result.number for result in results]
-        if numbers != list(range(after + 1, after + 1 + len(results))):
-            self.problems.append(f"results {numbers} after {after}")
+        first = numbers[0] if numbers else after + 1
+        # A request that comes late is answered without what a newer one has confirmed.
+        if (
+            numbers != list(range(first, first + len(numbers)))
+            or not after < first <= self.last + 1
+        ):
+            self.problems.append(f"results {numbers} after {after}, {self.last} were known")
         before = {result.id for result in self.results.values()}
         for result in results:
             known = self.results.get(result.number)

@@ -115,8 +115,8 @@ def _cut_pair(world: World, rng: random.Random) -> bool:
 def _cut_service(world: World, rng: random.Random) -> bool:
     """A service does not reach the scheduler."""
     name = rng.choice([LOG, STORE])
-    world.network.broken[min(name, SCHEDULER), max(name, SCHEDULER)] = (
-        world.kernel.now + _down_s(rng)
+    world.network.broken[min(name, SCHEDULER), max(name, SCHEDULER)] = world.kernel.now + _down_s(
+        rng
     )
     return True
 

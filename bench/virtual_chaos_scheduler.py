@@ -65,7 +65,7 @@ class DurableScheduler:
         self._settings = settings
         self._kernel = kernel
         self._network = network
-        self._rng = random.Random(seed)  # noqa: S311
+        self._rng = random.Random(seed)
         self._check_every = check_every
         self._takes_many = takes_many
         self._on_effect = on_effect
@@ -78,6 +78,7 @@ class DurableScheduler:
         self._start_s = 0.0
         self._effects: list[do.Effect] = []
         self._flying: tuple[list[Change], list[do.Effect], float] | None = None
+        self._doom: tuple[Callable[[], None], Death] | None = None
         self._alarm = Alarm(kernel, self._tick)
 
     def know(self, name: str, from_peer: FromPeer) -> None:
@@ -102,7 +103,7 @@ class DurableScheduler:
         self.core = SchedulerCore(
             self._settings,
             term=self._store.term,
-            rng=random.Random(self._rng.random()),  # noqa: S311
+            rng=random.Random(self._rng.random()),
             build="sim",
             rows=rows,
             now=self._store.now,
@@ -111,6 +112,10 @@ class DurableScheduler:
         self._compare("the new core", dump)
         self._start_s = self._kernel.now - self._store.now
         self.feed(Tick())
+
+    def doom(self, gone: Callable[[], None], how: Death) -> None:
+        """``die`` in the middle of the next commit, then call ``gone``."""
+        self._doom = (gone, how)
 
     def die(self, how: Death) -> None:
         """End at once. ``after commit``: everything decided is on disk and no effect of it has
@@ -173,7 +178,10 @@ class DurableScheduler:
         """Let the core handle an event; what follows from it leaves after the commit."""
         if not self.alive:
             return
-        self._effects += self.core.handle(event, self._now())
+        self._handle(event, self._now())
+
+    def _handle(self, event: Event, now: float) -> None:
+        self._effects += self.core.handle(event, now)
         self.handled += 1
         if self.handled % self._check_every == 0:
             self.core.check()
@@ -186,7 +194,11 @@ class DurableScheduler:
         return self._kernel.now - self._start_s
 
     def _tick(self) -> None:
-        self.feed(Tick())
+        due_s = self.core.next_deadline()
+        if self.alive and due_s is not None:
+            # The difference of two clocks is rounded: it may be just short of the deadline.
+            now = self._now()
+            self._handle(Tick(), due_s if 0.0 < due_s - now < 1e-6 else now)
 
     def _commit_soon(self) -> None:
         if self._flying is not None:
@@ -201,6 +213,11 @@ class DurableScheduler:
 
     def _durable(self, life: int) -> None:
         if self._flying is None or life != self.lives or not self.alive:
+            return
+        if self._doom is not None:
+            (gone, how), self._doom = self._doom, None
+            self.die(how)
+            gone()
             return
         changes, effects, now = self._flying
         self._flying = None
@@ -289,5 +306,5 @@ class DurableScheduler:
 
 def operator(name: str, message: Message, extra: object) -> FromOperator:
     """What an operator or submitter says is a request with a number."""
-    assert isinstance(extra, int)  # noqa: S101 - what our people send
+    assert isinstance(extra, int)
     return FromOperator(name, extra, message)

@@ -82,12 +82,12 @@ class World:
     def __init__(self, folder: Path, *, seed: int, agents: int = 6, check_every: int = 50) -> None:
         self.kernel = Kernel()
         self.ledger = Ledger()
-        self.rng = random.Random(seed * 7919 + 3)  # noqa: S311
+        self.rng = random.Random(seed * 7919 + 3)
         self.network = ChaosNetwork(
             self.kernel,
             star(SITES, centre="cloud", jitter_s=0.002),
-            random.Random(seed * 7919 + 1),  # noqa: S311
-            mischief=random.Random(seed * 7919 + 2),  # noqa: S311
+            random.Random(seed * 7919 + 1),
+            mischief=random.Random(seed * 7919 + 2),
         )
         self.faults: Counter[str] = Counter()
         self.replaced_s: list[float] = []
@@ -112,7 +112,7 @@ class World:
         self._cloud(SCHEDULER, self._at_scheduler)
         self._cloud(LOG, self.log.receive)
         self._cloud(STORE, self.store.receive)
-        self._unheard: list[tuple[str, Any, Any]] = []
+        self._unheard: list[tuple[int, str, Any, Any]] = []
         self.trainers = [self._trainer(name) for name in POLICIES]
         self.agents = [self._agent(number, seed) for number in range(agents)]
         self.operator = Person("op", self.kernel, self.network)
@@ -121,7 +121,7 @@ class World:
             RUN,
             self.kernel,
             self.network,
-            random.Random(seed * 7919 + 4),  # noqa: S311
+            random.Random(seed * 7919 + 4),
             lambda digest: digest in self.log.bodies,
         )
         for person in (self.operator, self.submitter):
@@ -212,9 +212,7 @@ class World:
             workflow=WorkflowSpec(
                 policies=POLICIES, group_size=2, max_new_tokens=WORKLOAD.max_new_tokens
             ),
-            evaluation=EvaluationSpec(
-                items=8, every_versions=10, items_between=6, items_per_job=3
-            ),
+            evaluation=EvaluationSpec(items=8, every_versions=10, items_between=6, items_per_job=3),
         )
 
     def run(self, for_s: float) -> None:
@@ -227,15 +225,19 @@ class World:
             self.scheduler.receive(source, message, extra)
         elif len(self._unheard) < 200:
             # Senders' sockets keep what they could not deliver, and deliver it to the next life.
-            self._unheard.append((source, message, extra))
+            self._unheard.append((self.network.life(source), source, message, extra))
 
     def kill_scheduler(self, how: Death, down_s: float) -> None:
+        """Let it die with its next commit."""
         if not self.scheduler.alive:
             return
-        self.scheduler.die(how)
-        self._unheard.clear()
-        self.network.reset(SCHEDULER)
-        self.kernel.after(down_s, self._scheduler_back)
+
+        def gone() -> None:
+            self._unheard.clear()
+            self.network.reset(SCHEDULER)
+            self.kernel.after(down_s, self._scheduler_back)
+
+        self.scheduler.doom(gone, how)
 
     def _scheduler_back(self, _: object = None) -> None:
         if self.scheduler.alive:
@@ -243,8 +245,9 @@ class World:
         self.scheduler.start()
         unheard, self._unheard = self._unheard, []
         if self.rng.random() < 0.5:
-            for source, message, extra in unheard:
-                self.scheduler.receive(source, message, extra)
+            for life, source, message, extra in unheard:
+                if life == self.network.life(source):
+                    self.scheduler.receive(source, message, extra)
         else:
             for agent in self.agents:
                 agent.notice(Plane.CONTROL)

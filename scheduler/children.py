@@ -35,13 +35,22 @@ _log = structlog.get_logger()
 
 
 def overrides_of(config: SchedulerConfig) -> list[str]:
-    """``--set`` options that give a process exactly this configuration. JSON's strings, numbers,
-    booleans and arrays are TOML's as well."""
+    """``--set`` options that give a process exactly this configuration."""
     options = []
     for table, values in msgspec.to_builtins(config).items():
         for key, value in values.items():
-            options += ["--set", f"{table}.{key}={json.dumps(value)}"]
+            options += ["--set", f"{table}.{key}={_toml(value)}"]
     return options
+
+
+def _toml(value: Any) -> str:
+    """Inline TOML. JSON's strings, numbers and booleans are TOML's as well; tables are not."""
+    if isinstance(value, dict):
+        parts = (f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items())
+        return "{" + ", ".join(parts) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(one) for one in value) + "]"
+    return json.dumps(value)
 
 
 class Services:

@@ -18,10 +18,10 @@ import structlog
 
 from scheduler.build import build_id
 from scheduler.core.events import Event, FromAgent, FromOperator, FromService, FromTrainer
-from scheduler.offers import FEATURE as OFFERS
 from scheduler.speakers import Speakers, duplicate
 from transport.envelope import CONTROL_FRAME_BYTES
 from transport.messages import (
+    FEATURE_OFFERS,
     Goodbye,
     Heartbeat,
     HeartbeatReply,
@@ -111,7 +111,7 @@ class ControlPlane:
 
     def takes_offers(self, peer: str) -> bool:
         """Whether the peer understands several offers in one message."""
-        return OFFERS in self._features.get(peer, ())
+        return FEATURE_OFFERS in self._features.get(peer, ())
 
     def send(self, peer: str, message: Message) -> None:
         """Hand a message to a peer, wherever it was heard from last."""

@@ -18,9 +18,6 @@ import structlog
 from scheduler.core.effects import Effect, Send
 from transport.messages import LeaseOffer, LeaseOffers
 
-FEATURE: Final = "offers"
-"""In ``Hello.features`` of a peer that understands ``LeaseOffers``."""
-
 OFFERS_BYTES: Final = 192 * 1024
 """Offers in one message; a control frame holds 256 KiB."""
 

@@ -54,7 +54,7 @@ class Host:
 class Flow:
     """A transfer under way."""
 
-    __slots__ = ("bound", "done", "pipes", "rate", "remaining", "source", "started_s", "target")
+    __slots__ = ("bound", "done", "is_message", "pipes", "rate", "remaining", "source", "target")
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Flow:
         self.bound = bound
         self.done = done
         self.rate = 0.0
-        self.started_s = 0.0
+        self.is_message = False
 
 
 class _Path:
@@ -163,7 +163,8 @@ class Network:
         sender.bytes_up += size_bytes
         parcel = (path.epoch, sender.epoch, receiver.epoch, message, extra, size_bytes)
         if size_bytes > FLUID_BYTES and path.pipes:
-            self._start(path, size_bytes, UNLIMITED, lambda: self._arrive(path, parcel))
+            flow = self._start(path, size_bytes, UNLIMITED, lambda: self._arrive(path, parcel))
+            flow.is_message = True
             return
         jitter_s = self._topology.jitter_s
         delay_s = path.delay_s + size_bytes * path.byte_s
@@ -193,6 +194,7 @@ class Network:
         host.epoch += 1
         for flow in tuple(self._flows):
             if host is flow.source or host is flow.target:
+                self.lost += flow.is_message
                 self.cancel(flow)
 
     def cut(self, name: str, is_cut: bool = True) -> None:
@@ -218,7 +220,6 @@ class Network:
     ) -> Flow:
         """Move bytes; ``done`` is called when the last one has arrived."""
         path = self._path(source, target)
-        flow: Flow
 
         def left() -> None:
             target_host.bytes_down += size_bytes
@@ -226,8 +227,7 @@ class Network:
 
         source_host, target_host = path.pair
         source_host.bytes_up += size_bytes
-        flow = self._start(path, size_bytes, bound, left)
-        return flow
+        return self._start(path, size_bytes, bound, left)
 
     def cancel(self, flow: Flow) -> None:
         """Forget a transfer; harmless when its last byte has left."""
@@ -236,7 +236,6 @@ class Network:
 
     def _start(self, path: _Path, size_bytes: int, bound: float, done: Callable[[], None]) -> Flow:
         flow = Flow(*path.pair, path.pipes, size_bytes, bound, done)
-        flow.started_s = self._kernel.now
         self._flows[flow] = None
         self._replan_soon()
         return flow

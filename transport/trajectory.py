@@ -36,12 +36,9 @@ from transport.errors import (
 from transport.ids import Fence, job_of
 from transport.messages import MAX_COUNT, MAX_ID_LENGTH, GroupSummary
 
-MAX_BODY_BYTES = 64 * 2**20
-MAX_PACKED_BYTES = 64 * 2**20
-
+MAX_BODY_BYTES = MAX_PACKED_BYTES = 64 * 2**20
 WHOLE_BODY_BYTES = 64 * 2**10
-"""A packed group up to this size is one frame of ``TrajectoryPut``; a larger one is asked for in
-chunks, so that it neither blocks a slow link nor starts again after a cut."""
+"""Up to this a packed group is put in one frame; a larger one is asked for in chunks."""
 
 MAX_SEQUENCES = 1024
 """Siblings of a group, or items of an evaluation job."""

@@ -124,10 +124,12 @@ class ZmqLink(End[list[bytes]]):
         return [frame.bytes for frame in frames]
 
     def _event(self, event: int, value: int) -> None:
-        if self._retry is not None:
+        up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        # libzmq goes on with the key that it began with, and must not put the other one off.
+        if self._retry is not None and (up or not self._switching):
             self._retry.cancel()
             self._retry = None
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        if up:
             self._retry_s = self._options.reconnect_s
             self._switching = False
             self._down.clear()
@@ -142,8 +144,7 @@ class ZmqLink(End[list[bytes]]):
             self.last_failure = failure_text(event, value)
             if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._try_another_key()
-        # libzmq goes on with the key that it began with.
-        if self._switching or event != zmq.EVENT_CONNECT_RETRIED:
+        if self._retry is None and (self._switching or event != zmq.EVENT_CONNECT_RETRIED):
             loop = asyncio.get_running_loop()
             self._retry = loop.call_later(self._retry_s, self._reconnect)
 
@@ -156,6 +157,7 @@ class ZmqLink(End[list[bytes]]):
         self._switching = self._following != self._tried
 
     def _reconnect(self) -> None:
+        self._retry = None
         if self._switching:
             self._switching = False
             self._tried = self._following

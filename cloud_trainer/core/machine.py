@@ -162,6 +162,8 @@ class TrainerCore:
     def _from_scheduler(self, message: Message, now: float, effects: list[Effect]) -> None:
         self.session.heard(now)
         match message:
+            case wire.Welcome() | wire.Refuse() if not self.session.asked_for(message):
+                self.journal.count("answer.of_another_life")
             case wire.Welcome():
                 self._welcomed(message, now, effects)
             case wire.Refuse(retry_s=None, code=code):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from cloud_trainer.core.effects import Effect, RenewLink, ToScheduler
 from cloud_trainer.core.settings import CoreSettings
-from transport.messages import Hello, Ping, Plane, Role, TrainerInventory, Welcome
+from transport.messages import Hello, Ping, Plane, Refuse, Role, TrainerInventory, Welcome
 
 _LOST_AFTER_S = 12.0
 """Until the scheduler assigns one."""
@@ -29,6 +29,10 @@ class SchedulerSession:
         self._ping_due = 0.0
         self._heard: float | None = None
         self._pings = 0
+
+    def asked_for(self, message: Welcome | Refuse) -> bool:
+        """Whether the answer is to a hello of this life."""
+        return message.incarnation in (0, self._settings.incarnation)
 
     def heard(self, now: float) -> None:
         self._heard = now

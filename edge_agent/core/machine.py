@@ -38,6 +38,7 @@ from edge_agent.core.settings import AgentSettings
 from edge_agent.core.weights import Weights
 from edge_agent.core.work import Work
 from transport.messages import (
+    FEATURE_OFFERS,
     MAX_ID_LENGTH,
     AgentInventory,
     AgentLogRequest,
@@ -260,6 +261,8 @@ class AgentCore:
                 if known is not None and fence >= known:
                     return self._work.forget(name, f"revoked: {reason[:_MAX_REASON]}")
                 self._journal.count("revoke.unknown")
+            case Welcome() | Refuse() if message.incarnation not in (0, self.incarnation):
+                self._journal.count("answer.of_another_life")
             case Welcome():
                 effects = self._session.welcomed(message, now)
                 return effects + self._weights.host(message.policies, now)
@@ -364,6 +367,7 @@ class AgentCore:
             role=Role.AGENT,
             incarnation=self.incarnation,
             build=self._build,
+            features=(FEATURE_OFFERS,),
             agent=AgentInventory(
                 slots=settings.slots,
                 hardware=settings.hardware,

@@ -2,19 +2,20 @@
 
 A group that waits a moment for a slot of a fast agent can be back before one that begins at once on
 a slow agent, and the number of groups under way is bounded by the quota: those on slow agents are
-missing on the fast ones. With F_j the finish time of a group that begins at once on agent j, and q_j
-the groups per second that it takes on, all agents that are faster than F take
+missing on the fast ones. With F_j the finish time of a group that begins at once on agent j, and
+q_j the groups per second that it takes on, all agents that are faster than F take
 
     K(F) = sum over F_j < F of q_j (F - F_j)
 
-groups that are back before F. So a group goes to an agent with finish time F only if more than K(F)
-groups wait (earliest finish time, with the waiting groups as a queue that all agents share).
+groups that are back before F. So a group goes to an agent with finish time F only if more groups
+wait than ``HOLD`` x K(F) (earliest finish time, with the waiting groups as a queue that all agents share).
 
-Example: 24 slots that take 12 s and 60 that take 24 s: K(24) = 24 / 12 x (24 - 12) = 24. The first
-24 waiting groups wait for the fast slots, at most 12 s; the others begin on the slow ones at once.
+Example: 24 slots that take 12 s and 60 that take 24 s: K(24) = 24 / 12 x (24 - 12) = 24, of which
+0.4 are kept: the first 9 waiting groups wait for the fast slots, at most 12 s; the others begin on
+the slow ones at once.
 
-What always holds: it looks at no more than ``shortlist`` agents and is worked out at most once per
-``KEEP_S`` and run; agents that are too stale, cordoned or not ready take nothing on; equal agents
+What always holds: it looks at no more than ``shortlist`` agents and is worked out once per
+``KEEP_S`` and run, or when an eighth of the agents have sent results, which makes it O(1) each; agents that are too stale, cordoned or not ready take nothing on; equal agents
 never make each other wait.
 """
 
@@ -24,14 +25,17 @@ from scheduler.core.placement import Absorber, JobView, excess_lag, expected_s
 from scheduler.core.state import Job, Run
 
 KEEP_S = 0.5
+RESULTS_SHARE = 8
+"""One in so many agents may have sent a result since."""
 
 
 def absorbers(ctx: Context, run: Run, job: Job, view: JobView) -> tuple[Absorber, ...]:
     """Agents of the run, fastest first, with what all agents up to each take on per second."""
     live = ctx.runs[run.name]
-    if live.absorbers is None or ctx.now - live.absorbers_s >= KEEP_S:
+    fresh = RESULTS_SHARE * live.absorbers_age < len(ctx.ready)
+    if live.absorbers is None or not fresh or ctx.now - live.absorbers_s >= KEEP_S:
         live.absorbers = _work_out(ctx, run, job, view)
-        live.absorbers_s = ctx.now
+        live.absorbers_s, live.absorbers_age = ctx.now, 0
     return live.absorbers
 
 

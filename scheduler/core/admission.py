@@ -22,7 +22,7 @@ Example: L = 1, B = 4, S = 10, step 9 running (s = 8, r = 4): min(8, 8) - w - 4 
 What always holds: ``room`` counts a running batch, because its version is not out yet.
 """
 
-from scheduler.core.accounting import account, waiting
+from scheduler.core.accounting import waiting
 from scheduler.core.context import Context
 from scheduler.core.state import Policy, Run
 from transport.runs import PolicySpec
@@ -46,10 +46,7 @@ def room(ctx: Context, policy: Policy) -> int:
     """Groups that may be submitted for a policy now; never negative."""
     spec = spec_of(ctx, policy)
     bound = min(spec.max_policy_lag + 1, spec.steps - policy.step) * spec.batch_groups
-    import os
-    row = account(ctx, policy.id, "train").row
-    w = row.buffered + float(os.environ.get("YIELD", "1")) * (row.in_flight + row.queued)
-    return max(0, int(bound - w - running_groups(ctx, policy)))
+    return max(0, bound - waiting(ctx, policy.id) - running_groups(ctx, policy))
 
 
 def trained_policies(ctx: Context, run: Run) -> tuple[Policy, ...]:

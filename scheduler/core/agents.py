@@ -8,6 +8,8 @@ an agent makes its attempts stray, it does not revoke them; an older incarnation
 held attempt that the scheduler wants no more is named in the next reply.
 """
 
+import msgspec
+
 from scheduler.core import agent_states, attempts, costs, jobs, quarantine, recall, waits
 from scheduler.core.context import CONNECTED, AgentLive, Context, Lease, known_code
 from scheduler.core.state import Agent
@@ -81,7 +83,7 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
     if refusal is not None:
         ctx.count(f"refused.{refusal.code}")
         ctx.note(name, "refused", code=refusal.code)
-        ctx.send(name, refusal)
+        ctx.send(name, msgspec.structs.replace(refusal, incarnation=message.incarnation))
         return
     inventory = message.agent
     assert inventory is not None  # noqa: S101 - _refusal has looked
@@ -112,6 +114,7 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
         heartbeat_s=live.heartbeat_s,
         lost_after_s=ctx.lost_after_s(live.heartbeat_s),
         policies=ctx.hosted,
+        incarnation=message.incarnation,
     )
     ctx.send(name, welcome)
     agent_states.remind_to_drain(ctx, agent, live)

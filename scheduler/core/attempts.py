@@ -11,7 +11,7 @@ tokens that an attempt is expected to take are taken from its run's bucket when 
 given back when its agent does not take it.
 """
 
-from scheduler.core import backlog, candidates, prefetch
+from scheduler.core import backlog, prefetch, views
 from scheduler.core.accounting import move
 from scheduler.core.context import AgentLive, Context, Lease
 from scheduler.core.placement import Choice
@@ -72,9 +72,9 @@ def track(ctx: Context, job: Job, record: Attempt, pinned: dict[str, int]) -> Le
     )
     ctx.leases[record.id] = lease
     live = ctx.agents[record.agent]
-    estimate = candidates.estimate_of(ctx, job)
+    estimate = views.estimate_of(ctx, job)
     prior_s = ctx.hardware.token_s(ctx.tables.agents[record.agent].hardware)
-    token_s = live.estimate.token_time_s(candidates.kind_of(job), prior_s, ctx.now)
+    token_s = live.estimate.token_time_s(views.kind_of(job), prior_s, ctx.now)
     lease.mean_s = estimate.tokens_mean * token_s
     lease.longest_s = estimate.tokens_longest * token_s
     lease.tokens = estimate.tokens_mean * job.sequences

@@ -3,7 +3,8 @@
 A group's deadline is the last head step at which it may still be trained on. What always holds: a
 group is in the buffer once or not at all; ``take`` gives groups in the order of (deadline, index,
 job) and none whose deadline has passed; a deadline is looked at again before a group is given up,
-because a version's place in the tree may have become known since; ``by_deadline`` counts its groups.
+because a version's place in the tree may have become known since; ``by_deadline`` counts its
+groups.
 """
 
 import heapq

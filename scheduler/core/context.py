@@ -124,8 +124,9 @@ class AgentLive:
 class PolicyLive:
     """Indexes of a policy, and when its trainer was last heard. ``gone`` once it has been silent
     for ``work_grace_s``; ``taken`` are jobs by the step that took them; ``granted_s`` is when the
-    last batch went out, ``interval_s`` the time from one batch to the next. ``unplaced`` are buffered jobs, and since when, whose oldest version has
-    no place in the tree yet. ``arrivals`` is how often groups come back, ``stored_s`` when the
+    last batch went out, ``interval_s`` the time from one batch to the next. ``unplaced`` are
+    buffered jobs, and since when, whose oldest version has no place in the tree yet. ``arrivals``
+    is how often groups come back, ``stored_s`` when the
     newest version was there to be fetched, ``flying_by_deadline`` counts attempts by the last head
     step at which they should be usable."""
 
@@ -173,6 +174,7 @@ class RunLive:
     bucket: TokenBucket = field(default_factory=TokenBucket)
     absorbers: tuple[Absorber, ...] | None = None
     absorbers_s: float = 0.0
+    absorbers_age: int = 0
     placed_s: float = 0.0
     fingerprint: str = ""
     source_started: bool = False

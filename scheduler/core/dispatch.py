@@ -16,13 +16,13 @@ from itertools import islice
 
 import msgspec
 
-from scheduler.core import absorbing, attempts, candidates, hedging, recall
+from scheduler.core import absorbing, attempts, hedging, recall, views
 from scheduler.core.accounting import account
 from scheduler.core.context import CONNECTED, Context, EvaluationLive
 from scheduler.core.costs import spend
 from scheduler.core.effects import Send
 from scheduler.core.fairness import Source, Turns, over_quota
-from scheduler.core.placement import Choice, FinishTime
+from scheduler.core.placement import Choice, FinishTime, soonest
 from scheduler.core.shortlists import Shortlists
 from scheduler.core.state import Job, Run
 from transport.messages import LeaseOffer, RewardSpec
@@ -119,7 +119,7 @@ def _holders(ctx: Context, live: EvaluationLive) -> list[str]:
 
 
 def _pins_stored(ctx: Context, job: Job) -> bool:
-    for policy, version in candidates.pins(ctx, job).items():
+    for policy, version in views.pins(ctx, job).items():
         node = ctx.policies[policy].tree.nodes.get(version)
         if node is None or not node.stored:
             return False
@@ -128,7 +128,7 @@ def _pins_stored(ctx: Context, job: Job) -> bool:
 
 def _place(ctx: Context, run: Run, job: Job, names: list[str]) -> bool:
     """Offer a job to the best of some open agents."""
-    view = candidates.view_of(ctx, run, job)
+    view = views.view_of(ctx, run, job)
     live = ctx.runs[run.name]
     if job.kind == "train" and isinstance(ctx.rule, FinishTime):
         view = msgspec.structs.replace(
@@ -141,7 +141,8 @@ def _place(ctx: Context, run: Run, job: Job, names: list[str]) -> bool:
     choice = ctx.rule.choose(view, found, ctx.now) if found else None
     if choice is None:
         if found:
-            ctx.count("placement.refused_stale")
+            held = soonest(view, found, "held") is not None
+            ctx.count("placement.held" if held else "placement.refused_stale")
         return False
     if choice.reason != "best":
         ctx.count(f"placement.{choice.reason}")
@@ -153,7 +154,7 @@ def _place(ctx: Context, run: Run, job: Job, names: list[str]) -> bool:
 
 def _offer(ctx: Context, run: Run, job: Job, choice: Choice) -> float:
     """Make an attempt and tell its agent; returns the tokens that it is expected to have."""
-    pinned = candidates.pins(ctx, job)
+    pinned = views.pins(ctx, job)
     _use_code(ctx, run, choice.agent)
     lease = attempts.start(ctx, job, choice, pinned)
     for policy, lag in choice.lags:

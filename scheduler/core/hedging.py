@@ -14,7 +14,7 @@ that count; the first complete result wins, as always, and the other attempt is 
 tail is hedged, because of many groups those that finish first would be the short ones.
 """
 
-from scheduler.core import backlog, candidates
+from scheduler.core import backlog, candidates, views
 from scheduler.core.context import Context
 from scheduler.core.costs import spend
 from scheduler.core.placement import Choice, JobView, soonest
@@ -58,7 +58,7 @@ def pairs(ctx: Context, run: Run) -> list[tuple[Job, Choice, float]]:
         for due_s, job in _latecomers(ctx, run, policy, missing):
             if len(found) >= MAX_PER_PASS or any(job is other for other, _, _ in found):
                 break
-            view = candidates.view_of(ctx, run, job)
+            view = views.view_of(ctx, run, job)
             tokens = view.tokens_mean * view.sequences
             if tokens > left:
                 ctx.count("placement.hedge_budget")
@@ -99,9 +99,7 @@ def _back_s(ctx: Context, job: Job) -> float:
         if record.stray:
             continue
         left_s = (live.estimate.rtt_s.value or 0.0) / 2.0
-        left_s += candidates.estimate_of(ctx, job).body_bytes * (
-            live.estimate.up_byte_s.value or 0.0
-        )
+        left_s += views.estimate_of(ctx, job).body_bytes * (live.estimate.up_byte_s.value or 0.0)
         if not lease.spooled:
             left_s += backlog.ends_s(ctx, ctx.tables.agents[record.agent], live, lease)
         least = min(least, left_s)

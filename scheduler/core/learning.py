@@ -5,10 +5,10 @@ learnt from once (its lease is over after the first time).
 """
 
 from scheduler.core import prefetch
-from scheduler.core.candidates import kind_of
 from scheduler.core.context import Context, Lease
 from scheduler.core.estimators import MAX_KINDS, RunEstimate
 from scheduler.core.state import Job
+from scheduler.core.views import kind_of
 from transport.messages import GroupSummary
 
 
@@ -31,6 +31,7 @@ def learn(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
         upload_s = ctx.now - lease.accepted_s - on_agent_s
         estimate.uploaded(size_bytes=summary.size_bytes, upload_s=upload_s, now=ctx.now)
     run = ctx.runs[job.run]
+    run.absorbers_age += 1
     used = float(sum(summary.lengths))
     run.bucket.take(used - lease.tokens)
     lease.tokens = used

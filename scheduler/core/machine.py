@@ -163,6 +163,7 @@ class SchedulerCore:
                     term=ctx.term,
                     heartbeat_s=ctx.settings.heartbeat_s,
                     lost_after_s=ctx.settings.lost_after_s,
+                    incarnation=message.incarnation,
                 )
                 ctx.send(name, welcome)
                 if name == TRAJECTORY_LOG:

@@ -2,21 +2,27 @@
 
     finish = rtt + wait for a slot + tokens / rate + bytes / uplink + weight catch-up
 
-A placement is refused when the group would be too old once it is trained on. With t the finish
-time, d the lag of the version that the agent will begin with, T the trainer's busy time per step,
-B the groups of a batch, r those that are buffered or being trained on, f those in flight and q the
-rate at which groups come back:
+A placement is refused when the group would be too old once it is trained on. Batches go out at
+the times G, G + I, G + 2 I ... (G: the running step has to end and the batch to fill; I: the usual
+time from one to the next), each one optimizer step later than the one before. So a group that
+begins d steps behind the head and is back after t is used, in steps from now,
 
-    steps until it is used = max(min(t / T, (r + q t) / B),     the trainer goes on meanwhile
-                                 (r + min(f, q t)) / B)         older groups are used before it
-    refused when d + whole steps > bound
+    at the earliest   1 if a step is running, + the batches that go out before t
+    by its place      (r + min(f, q t)) / B, whole: r groups at hand (those of the running step
+                      among them) and f in flight can be used no longer than it and go first;
+                      q groups come back per second, B make a batch
+    refused when      d + the larger of both > bound
 
 unless the policy has been starved (nothing in flight or buffered) for a while: then anything is
-better than waiting for ever. As long as q is unknown everything in flight counts.
+better than waiting for ever. While q is unknown everything in flight counts, and while I is, the
+trainer's busy time paces it: min(t / busy, (r + q t) / B). A group of typical length is meant.
 
-Example: an agent one step behind, a finish time of 40 s, 12 s per step, batches of 4, of which one
-is being trained on and 5 groups are in flight, 0.2 groups per second: max(min(3.3, 3), 2.25) gives
-1 + 3, which a bound of 4 allows and a bound of 3 refuses.
+Example: bound 2, batches every 15 s, the next one in 9 s, a step running. A group that begins at
+the head and is back after 20 s misses one batch: 0 + 1 + 1 = 2 is taken; one that begins a step
+behind, or takes 30 s, is refused.
+
+With a queue, the earliest finish may be on an agent that is busy now: what faster agents take on
+in time waits for them (``absorbing``).
 
 Among agents that finish within ``NEAR_TIE`` of the best one the cheapest per token is taken, then
 the smaller name: differences that small are below what anybody can predict.
@@ -41,9 +47,9 @@ PROBE_SHARE = 0.02
 """How often the best idle but long unused agent is tried instead of the best one."""
 PROBE_AFTER_S = 60.0
 NEAR_TIE = 0.03
-import os
-HOLD = float(os.environ.get("HOLD","0.4"))
-MARGIN = float(os.environ.get("MARGIN","1"))
+HOLD = 0.4
+"""Part of what faster agents would take on that is kept for them (measured: 0 to 0.4 better, above
+the same, with slower agents idle)."""
 """Lengths and rates scatter by far more than this; a percent or two of time is not worth money."""
 
 
@@ -57,7 +63,8 @@ class PolicyView(msgspec.Struct, frozen=True):
     unknown), groups of a batch, groups buffered or being trained on (``ready``), groups in flight,
     how many come back per second (None: unknown), and whether it has been starved. ``earlier`` are
     ready groups and groups in flight that can be used no longer than one that begins 1, 2 ... steps
-    behind the head."""
+    behind the head. The next batch goes out in ``grant_s``, others every ``interval_s`` (None:
+    unknown); ``running``: a step is under way."""
 
     policy: str
     bound: int
@@ -77,8 +84,8 @@ class JobView(msgspec.Struct, frozen=True):
     """What placement knows of a job. Tokens are expected per sequence, of the longest one, and
     typically (in half of all cases) of the longest one;
     ``kind`` names work that takes the same time per token. ``queued`` jobs wait, this one among
-    them, ``absorbers`` would take some on (see ``absorbing``), and it may be kept waiting for agents
-    that are more than ``patience_s`` faster."""
+    them; ``absorbers`` would take some on (see ``absorbing``), and it may be kept waiting for
+    agents that are more than ``patience_s`` faster."""
 
     job: str
     kind: str
@@ -168,13 +175,13 @@ class FinishTime:
                 continue
             if best is None or (finish_s, candidate.agent) < (best_s, best.agent):
                 best, best_s = candidate, finish_s
-            if candidate.load == 0 and candidate.idle_s > PROBE_AFTER_S:
-                if unused is None or (-candidate.idle_s, candidate.agent) < (
-                    -unused.idle_s,
-                    unused.agent,
-                ):
-                    unused = candidate
-        if best is not None and taken_on(job, best_s) >= job.queued:
+            if (
+                candidate.load == 0
+                and candidate.idle_s > PROBE_AFTER_S
+                and (unused is None or _rested(candidate) < _rested(unused))
+            ):
+                unused = candidate
+        if best is not None and taken_on(job, best_s - best.wait_s) >= job.queued:
             return None
         if best is None:
             return None if last_resort is None else _choice(job, last_resort[3], "starved")
@@ -282,7 +289,7 @@ def steps_ahead(policy: PolicyView, lag: int, finish_s: float) -> int:
     queue = int((ready + ahead) / policy.batch)
     if policy.interval_s is None:
         return max(int(steps_meanwhile(policy, finish_s)), queue)
-    late_s = MARGIN * finish_s - policy.grant_s
+    late_s = finish_s - policy.grant_s
     grants = 0 if late_s <= 0.0 else 1 + int(late_s / policy.interval_s)
     return max(grants + policy.running, queue)
 
@@ -296,8 +303,8 @@ def steps_meanwhile(policy: PolicyView, time_s: float) -> float:
 
 
 def taken_on(job: JobView, finish_s: float) -> float:
-    """How many waiting groups faster agents would bring back before ``finish_s``; none when those
-    have not taken any for as long as that would save."""
+    """How many waiting groups are kept for agents that would bring them back before ``finish_s``
+    (of one that begins at once); none when those have not taken any for as long as that saves."""
     at = bisect_left(job.absorbers, (finish_s * (1.0 - NEAR_TIE),))
     if not at or finish_s - job.absorbers[0][0] <= job.patience_s:
         return -1.0
@@ -333,6 +340,10 @@ def _choice(job: JobView, candidate: Candidate, reason: str) -> Choice:
     names = (policy.policy for policy in job.policies)
     lags = tuple(zip(names, candidate.lags, strict=True))
     return Choice(candidate.agent, score, reason, lags)
+
+
+def _rested(candidate: Candidate) -> tuple[float, str]:
+    return -candidate.idle_s, candidate.agent
 
 
 def _by_name(key: tuple[Any, ...]) -> tuple[Any, ...]:

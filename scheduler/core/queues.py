@@ -14,7 +14,7 @@ Entry = tuple[int, int, str]
 
 
 class ReadyQueue:
-    """Jobs of one run, evaluation or run's submitters that wait for an agent: higher priority first,
+    """Jobs of one run, evaluation or submitters that wait for an agent, higher priority first,
     then lower index. One lane per task family, so that work which no agent can take now does not
     hide work of another kind behind it."""
 

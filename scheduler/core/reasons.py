@@ -16,10 +16,10 @@ from scheduler.core.admission import (
     wants_groups,
 )
 from scheduler.core.agent_states import may_work, shown
-from scheduler.core.candidates import pins
 from scheduler.core.context import Context, Lease
 from scheduler.core.state import Copy, Evaluation, Job, Policy, Run
 from scheduler.core.status import stuck
+from scheduler.core.views import pins
 from transport.messages import ScoredCandidate
 
 _SHOWN = 8

@@ -12,7 +12,7 @@ nothing: until the agent gives it back the attempt is as good as any other. A re
 answers is forgotten after ``offer_timeout_s``.
 """
 
-from scheduler.core import attempts, backlog, candidates
+from scheduler.core import attempts, backlog, candidates, views
 from scheduler.core.context import AgentLive, Context, Lease
 from scheduler.core.placement import Choice, JobView, soonest
 from scheduler.core.state import Job
@@ -93,7 +93,7 @@ def _ask(ctx: Context, lease: Lease) -> bool:
     """Ask an attempt back if there is a clearly better place; false when there is none."""
     job = ctx.tables.jobs[lease.job]
     agent, live = ctx.tables.agents[lease.agent], ctx.agents[lease.agent]
-    view = candidates.view_of(ctx, ctx.tables.runs[job.run], job)
+    view = views.view_of(ctx, ctx.tables.runs[job.run], job)
     choice = _better_place(ctx, job, view, lease)
     stays_s = backlog.ends_s(ctx, agent, live, lease)
     away_s = live.estimate.rtt_s.value or 0.0

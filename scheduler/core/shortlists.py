@@ -15,6 +15,7 @@ from scheduler.core import candidates, prefetch
 from scheduler.core.context import Context
 from scheduler.core.placement import Candidate, FinishTime, JobView, expected_s
 from scheduler.core.state import Job, Run
+from scheduler.core.views import pins
 
 REUSED = 16
 
@@ -87,7 +88,7 @@ def _enough(view: JobView, found: list[Candidate]) -> list[Candidate]:
 
 
 def _plain(ctx: Context, job: Job) -> bool:
-    if candidates.pins(ctx, job):
+    if pins(ctx, job):
         return False
     if job.evaluation:
         return not ctx.evaluations[job.evaluation].declined

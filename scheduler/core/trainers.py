@@ -8,6 +8,8 @@ again goes on where it is, a new one starts from its checkpoint; a trainer that 
 dropped, and no more are made until it is back.
 """
 
+import msgspec
+
 from scheduler.core import consumption
 from scheduler.core.admission import running_groups
 from scheduler.core.context import Context, PolicyLive, known_code
@@ -83,7 +85,7 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
     if refusal is not None or inventory is None:
         refusal = refusal or Refuse(code="hello.invalid", message="no inventory")
         ctx.count(f"refused.{refusal.code}")
-        ctx.send(name, refusal)
+        ctx.send(name, msgspec.structs.replace(refusal, incarnation=message.incarnation))
         return
     policy = ctx.tables.policies[inventory.policy]
     live = ctx.policies[policy.id]
@@ -114,6 +116,7 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
         run=run.spec,
         highest_version=policy.highest,
         stopping=run.state == "stopping" or policy.final,
+        incarnation=message.incarnation,
     )
     ctx.send(name, welcome)
     if run.state == "paused":

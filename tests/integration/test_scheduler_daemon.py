@@ -72,7 +72,7 @@ from transport.messages import (
 from transport.plane_links import link_options
 from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
 from transport.runtime.clock import ManualClock, SystemClock
-from transport.runtime.settings import TransportConfig
+from transport.runtime.settings import RelayAddress, TransportConfig
 from transport.status import AgentStatus, EvaluationStatus, RunStatus, SchedulerStatus, StepStatus
 from transport.zmq_links import ZmqNetwork
 
@@ -292,7 +292,11 @@ def test_services_get_every_setting_as_it_was_resolved():
     from transport.runtime.config import load_config
 
     config = SchedulerConfig(
-        transport=TransportConfig(control_port=1, keys="/a b/'\"keys"),
+        transport=TransportConfig(
+            control_port=1,
+            keys="/a b/'\"keys",
+            relays=(RelayAddress(name="eu", host="h"), RelayAddress(name="us", host="i", port=1)),
+        ),
         scheduler=SchedulerTable(folder="ü\\x", trajectory_disk_bytes=7, work_grace_s=1.5),
     )
     overrides = overrides_of(config)[1::2]

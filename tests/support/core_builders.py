@@ -210,13 +210,9 @@ class Scene:
 
     def _new_core(self) -> SchedulerCore:
         rows = [(table, key, value) for (table, key), value in sorted(self.rows.items())]
+        rng = random.Random(self.seed + self.term)
         return SchedulerCore(
-            self.settings,
-            term=self.term,
-            rng=random.Random(self.seed + self.term),
-            build="test",
-            rows=rows,
-            now=self.now,
+            self.settings, term=self.term, rng=rng, build="test", rows=rows, now=self.now
         )
 
     def submitted(self, spec: RunSpec | None = None) -> CommandReply:
@@ -226,10 +222,9 @@ class Scene:
         return self.asked(RunCommand(run=run, command=command))
 
     def asked(self, message: Message, peer: str = "op") -> Any:
-        effects = self.asks(message, peer)
-        replies = [effect for effect in effects if isinstance(effect, Reply)]
-        assert [reply.request for reply in replies] == [self.requests]
-        return replies[0].message
+        [reply] = of_type(self.asks(message, peer), Reply)
+        assert reply.request == self.requests
+        return reply.message
 
     def asks(self, message: Message, peer: str = "op") -> list[Effect]:
         """A request that may be answered later (``replies``)."""
@@ -250,10 +245,8 @@ class Scene:
         return self.heard(agent, held=self.held_by(agent), versions=refs)
 
     def held_by(self, agent: str) -> tuple[HeldAttempt, ...]:
-        return tuple(
-            HeldAttempt(attempt=offer.attempt, fence=offer.fence)
-            for offer in self.live_offers(agent)
-        )
+        offers = self.live_offers(agent)
+        return tuple(HeldAttempt(attempt=offer.attempt, fence=offer.fence) for offer in offers)
 
     def serving(self, version: int, agent: str = "a", policy: str = SOLVER) -> list[Effect]:
         message = VersionServing(
@@ -386,7 +379,7 @@ def grants(effects: list[Effect]) -> list[BatchGrant]:
 
 
 def replies(effects: list[Effect]) -> list[Any]:
-    return [effect.message for effect in effects if isinstance(effect, Reply)]
+    return [reply.message for reply in of_type(effects, Reply)]
 
 
 def released(effects: list[Effect]) -> list[str]:

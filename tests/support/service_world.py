@@ -6,7 +6,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -166,8 +166,8 @@ class ServiceWorld:
         """A service as a child process; gives it and its port."""
         overrides = []
         for name in ("transport", "scheduler"):
-            for key, value in msgspec.to_builtins(getattr(config, name)).items():
-                overrides += ["--set", f"{name}.{key}={json.dumps(value)}"]
+            for key, value in flattened(name, msgspec.to_builtins(getattr(config, name))):
+                overrides += ["--set", f"{key}={json.dumps(value)}"]
         child = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -202,6 +202,15 @@ class ServiceWorld:
         )
         self.links.append(link)
         return link
+
+
+def flattened(prefix: str, table: dict) -> Iterator[tuple[str, object]]:
+    """Every setting of a table and of those in it, by its dotted name."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flattened(f"{prefix}.{key}", value)
+        else:
+            yield f"{prefix}.{key}", value
 
 
 def transport(folder: Path, control_port: int) -> TransportConfig:

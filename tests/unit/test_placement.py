@@ -21,6 +21,7 @@ def make_candidate(agent: str = "a", **changes) -> Candidate:
             "slots": 8,
             "load": 0,
             "rtt_s": 0.05,
+            "wait_s": 0.0,
             "token_s": 0.01,
             "up_byte_s": 0.0,
             "catch_up_s": 0.0,
@@ -32,7 +33,16 @@ def make_candidate(agent: str = "a", **changes) -> Candidate:
 
 
 def make_policy(**changes) -> PolicyView:
-    view = {"policy": "r/p", "bound": 1, "busy_s": 10.0, "batches_ahead": 0, "starved": False}
+    view = {
+        "policy": "r/p",
+        "bound": 1,
+        "busy_s": 10.0,
+        "batch": 1,
+        "ready": 0,
+        "in_flight": 0,
+        "rate": None,
+        "starved": False,
+    }
     return PolicyView(**{**view, **changes})
 
 
@@ -40,9 +50,11 @@ def make_job(*policies: PolicyView, **changes) -> JobView:
     return JobView(
         **{
             "job": "r/t-000000",
+            "kind": "r|",
             "sequences": 8,
             "tokens_mean": 100.0,
             "tokens_longest": 200.0,
+            "tokens_typical": 200.0,
             "body_bytes": 1e5,
             "policies": policies or (make_policy(),),
             **changes,
@@ -67,7 +79,7 @@ def test_the_faster_agent_wins_although_it_is_farther_away(rule):
 
 
 def test_a_busy_fast_agent_loses_to_an_idle_slow_one(rule):
-    busy = make_candidate("busy", token_s=0.01, load=32)
+    busy = make_candidate("busy", token_s=0.01, wait_s=4.0, load=32)
     idle = make_candidate("idle", token_s=0.02)
     assert chosen(rule, make_job(), busy, idle) == "idle"
 
@@ -84,7 +96,7 @@ def test_equal_agents_are_told_apart_by_name(rule):
 
 
 def test_the_score_adds_up_and_can_be_read(rule):
-    candidate = make_candidate(load=8, up_byte_s=1e-5, catch_up_s=0.5)
+    candidate = make_candidate(wait_s=1.0, up_byte_s=1e-5, catch_up_s=0.5)
     choice = rule.choose(make_job(), [candidate], 0.0)
     parts = dict(choice.score.parts)
     assert parts["wait_s"] == pytest.approx(1.0)
@@ -98,29 +110,89 @@ def test_no_candidate_gives_no_choice(rule):
 
 
 @pytest.mark.parametrize(
-    ("lag", "finish_s", "batches", "bound", "accepted"),
+    ("lag", "finish_s", "ahead", "bound", "accepted"),
     [
-        (0, 40.0, 3, 3, True),  # min(3.3, 3) = 3 steps until it is trained on
-        (1, 40.0, 3, 4, True),  # the example of the module's docstring
+        (0, 40.0, 3, 3, True),  # min(40 / 12, 3) = 3 steps until it is trained on
+        (1, 40.0, 3, 4, True),
         (1, 40.0, 3, 3, False),
         (1, 40.0, 0, 1, True),  # nothing to train on meanwhile: the head stands still
         (2, 1.0, 0, 1, False),
         (0, 1e6, 1, 0, False),
-        (0, 5.0, 9, 0, True),  # done before the step that runs
+        (0, 5.0, 1, 1, True),
+        (-1, 5.0, 1, 0, True),  # it begins only after the next version
     ],
 )
 def test_a_group_that_would_be_too_old_when_trained_on_is_refused(
-    rule, lag, finish_s, batches, bound, accepted
+    rule, lag, finish_s, ahead, bound, accepted
 ):
-    policy = make_policy(bound=bound, busy_s=12.0, batches_ahead=batches)
-    job = make_job(policy, tokens_longest=0.0)
+    policy = make_policy(bound=bound, busy_s=12.0, in_flight=ahead)
+    job = make_job(policy, tokens_longest=0.0, tokens_typical=0.0)
     candidate = make_candidate(rtt_s=finish_s, lags=(lag,))
     assert (chosen(rule, job, candidate) is not None) is accepted
 
 
-def test_nothing_is_predicted_before_the_trainers_pace_is_known(rule):
-    policy = make_policy(busy_s=None, batches_ahead=9)
+@pytest.mark.parametrize(
+    ("lag", "finish_s", "accepted"),
+    [(0, 20.0, True), (1, 20.0, False), (0, 30.0, False), (1, 5.0, True), (2, 5.0, False)],
+)
+def test_batches_that_go_out_before_a_group_is_back_count(rule, lag, finish_s, accepted):
+    policy = make_policy(bound=2, batch=64, grant_s=9.0, interval_s=15.0, running=True)
+    job = make_job(policy, tokens_longest=0.0, tokens_typical=0.0)
+    candidate = make_candidate(rtt_s=finish_s, lags=(lag,))
+    assert (chosen(rule, job, candidate) is not None) is accepted
+
+
+def test_only_groups_with_no_more_time_go_before_one_that_begins_behind_the_head(rule):
+    crowd = {"bound": 2, "batch": 4, "ready": 6, "in_flight": 5, "busy_s": None}
+    behind = make_candidate(lags=(1,))
+    assert chosen(rule, make_job(make_policy(**crowd, earlier=((4, 3), (4, 0)))), behind) == "a"
+    assert chosen(rule, make_job(make_policy(**crowd, earlier=((6, 3), (4, 0)))), behind) is None
+    assert chosen(rule, make_job(make_policy(**crowd, earlier=((6, 3),))), make_candidate()) == "a"
+
+
+def test_groups_that_come_back_later_do_not_go_first(rule):
+    policy = make_policy(bound=1, batch=4, ready=4, in_flight=40, busy_s=None, rate=0.1)
+    assert chosen(rule, make_job(policy), make_candidate()) == "a"
+    late = make_candidate(rtt_s=50.0)
+    assert chosen(rule, make_job(policy), late) is None
+
+
+def test_a_few_very_long_answers_do_not_make_a_typical_group_too_old(rule):
+    policy = make_policy(bound=1, busy_s=12.0, in_flight=2, rate=0.1)
+    typical = make_job(policy, tokens_longest=5000.0, tokens_typical=1000.0)
+    assert chosen(rule, typical, make_candidate()) == "a"
+    assert (
+        chosen(rule, make_job(policy, tokens_longest=5e3, tokens_typical=5e3), make_candidate())
+        is None
+    )
+
+
+def test_before_the_trainers_pace_is_known_only_the_queue_counts(rule):
+    policy = make_policy(busy_s=None, in_flight=1)
     assert chosen(rule, make_job(policy), make_candidate(rtt_s=1e6)) == "a"
+
+
+def test_what_faster_agents_take_on_in_time_waits_for_them(rule):
+    """24 slots of 12 s: 24 / 12 x (24 - 12) x 0.4 = 9.6 groups are kept from those of 24 s."""
+    fast = ((12.0, 2.0, 24.0),)
+    slow = make_candidate("slow", rtt_s=24.0)
+    job = {"tokens_longest": 0.0, "tokens_typical": 0.0, "absorbers": fast}
+    policy = make_policy(busy_s=None)
+    assert chosen(rule, make_job(policy, queued=9, **job), slow) is None
+    assert chosen(rule, make_job(policy, queued=10, **job), slow) == "slow"
+    assert chosen(rule, make_job(policy, queued=9, patience_s=13.0, **job), slow) == "slow"
+    assert chosen(rule, make_job(policy, queued=1, **job), make_candidate("x", rtt_s=12.1)) == "x"
+
+
+def test_hardly_later_but_cheaper_wins_where_prices_are_known(rule):
+    job = make_job(make_policy(busy_s=None))
+    dear = make_candidate("dear", token_usd=3e-6)
+    cheap = make_candidate("cheap", rtt_s=0.09, token_usd=1e-6)
+    choice = rule.choose(job, [dear, cheap], 0.0)
+    assert (choice.agent, choice.reason) == ("cheap", "cheapest")
+    slow = make_candidate("slow", rtt_s=0.3, token_usd=1e-6)
+    assert chosen(rule, job, dear, slow) == "dear"
+    assert chosen(rule, job, make_candidate("unpriced"), cheap) == "unpriced"
 
 
 def test_a_starved_policy_takes_the_least_stale_agent_rather_than_wait_for_ever(rule):

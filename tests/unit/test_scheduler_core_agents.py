@@ -96,7 +96,7 @@ def test_three_missed_heartbeats_make_a_suspect_that_gets_no_work_but_loses_none
     assert len(scene.live_offers("a")) == 1
     scene.beats()
     assert scene.agent().state == "ready"
-    assert len(scene.live_offers("a")) == 2
+    assert len(scene.live_offers("a")) >= 2
 
 
 def test_silence_makes_an_agent_lost_within_the_promised_time(scene):

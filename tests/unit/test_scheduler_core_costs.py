@@ -4,7 +4,7 @@ import pytest
 from core_builders import SOLVER, Scene, make_run, make_scene
 
 from scheduler.core import bias
-from transport.messages import Goodbye
+from transport.messages import Goodbye, Ping
 
 
 def cost(scene: Scene) -> float:
@@ -93,6 +93,7 @@ def step(scene: Scene, number: int) -> None:
             scene.accepted(offer)
             scene.finished(offer, version=number - 1, generating_s=20.0)
         scene.wait(1.0)
+        scene.trainer_says(Ping(sequence=1, sent_s=scene.now))
         scene.beats("a", versions={SOLVER: number - 1})
     scene.stepped(number)
     scene.version_stored(number)

@@ -144,7 +144,7 @@ def test_an_agent_that_declines_as_too_far_is_not_asked_again_for_that_version()
 
 def test_an_evaluation_that_no_agent_can_serve_starts_over_at_the_newest_version():
     scene = make_evaluated()
-    scene.joined("a", slots=4)
+    scene.joined("a", slots=8)
     held = evals(scene)
     scene.version_stored(1)
     scene.declined(held[0], "version_passed")

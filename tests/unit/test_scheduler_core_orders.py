@@ -1,11 +1,10 @@
-"""Orders to agents, evidence and quarantine, and what a person sees of them."""
+"""Orders to agents, their logs, their age, and what a person sees of them."""
 
 import pytest
 from core_builders import (
     RUN,
     SOLVER,
     Scene,
-    make_run,
     make_scene,
     make_summary,
     messages,
@@ -13,9 +12,8 @@ from core_builders import (
     replies,
 )
 
-from scheduler.core import quarantine, requests
+from scheduler.core import requests
 from scheduler.core.events import FromAgent
-from scheduler.core.failures import class_of
 from transport.messages import (
     AgentLog,
     AgentLogRequest,
@@ -25,7 +23,6 @@ from transport.messages import (
     CommandReply,
     DrainOrder,
     Goodbye,
-    LeaseOffer,
     StatusRequest,
 )
 
@@ -39,12 +36,6 @@ def scene() -> Scene:
 
 def ordered(scene: Scene, order: str, agent: str = "a", **changes) -> CommandReply:
     return scene.asked(AgentOrder(agent=agent, order=order, **changes))
-
-
-def invalid(scene: Scene, offer: LeaseOffer) -> None:
-    """A result with a reward too few."""
-    scene.accepted(offer)
-    scene.finished(offer, rewards=(1.0,))
 
 
 def lived_on(scene: Scene, agent: str = "a") -> None:
@@ -176,146 +167,6 @@ def test_a_quarantine_survives_restarts_and_a_long_absence():
     scene.joined("a", incarnation=2)
     assert scene.agent().state == "quarantined"
     assert not scene.live_offers("a")
-
-
-def test_three_invalid_results_exclude_an_agent_with_the_evidence_shown(scene):
-    for count in range(3):
-        assert scene.agent().state == "ready", count
-        invalid(scene, scene.live_offers("a")[0])
-    status = scene.agent()
-    assert (status.state, status.quarantined) == ("quarantined", "summary.invalid")
-    assert len(status.evidence) == 3
-    assert all("1 rewards" in line for line in status.evidence)
-    assert scene.counter("quarantine.agents") == 1
-
-
-def test_old_evidence_weighs_less(scene):
-    for _ in range(2):
-        invalid(scene, scene.live_offers("a")[0])
-    for _ in range(3600):
-        scene.now += 2.0
-        scene.beats("a")
-        if scene.now > 7000.0:
-            break
-    invalid(scene, scene.live_offers("a")[0])
-    assert scene.agent().state == "ready"
-
-
-def test_a_body_of_another_job_speaks_against_its_agent(scene):
-    scene.joined("b", slots=2)
-    for count in range(3):
-        scene.produced(scene.effects)
-        for offer in scene.live_offers("a")[:2] + scene.live_offers("b")[:2]:
-            scene.accepted(offer)
-            scene.finished(offer)
-        scene.requested(1)
-        [policy] = scene.core._ctx.policies.values()
-        job = next(iter(policy.taken[1]))
-        scene.refused_group(1, job, "body.other")
-        assert scene.counter("quarantine.evidence.body.other") == count + 1
-
-
-def test_two_trainers_who_say_the_same_count_once(scene):
-    for _ in range(5):
-        quarantine.body_refused(scene.core._ctx, "a", "r/t-000000#1", "body.other")
-    assert scene.agent().evidence == ("body.other: r/t-000000#1",)
-    assert scene.agent().state == "ready"
-
-
-def test_a_missing_body_is_not_the_agents_fault(scene):
-    quarantine.body_refused(scene.core._ctx, "a", "r/t-000000#1", "body.missing")
-    assert scene.agent().evidence == ()
-
-
-def test_a_crash_loop_excludes_an_agent_when_another_can_work(scene):
-    for incarnation in range(2, 7):
-        scene.wait(1.0)
-        scene.joined("a", incarnation=incarnation)
-    assert scene.agent().state == "ready"  # it is the only one
-    scene.joined("b", slots=2)
-    for incarnation in range(7, 9):
-        scene.wait(1.0)
-        scene.joined("a", incarnation=incarnation)
-    assert scene.agent().quarantined == "crash_loop"
-    assert scene.agent("b").state == "ready"
-
-
-def test_starts_with_results_in_between_are_no_crash_loop(scene):
-    scene.joined("b", slots=2)
-    for incarnation in range(2, 12):
-        scene.produced(scene.effects)
-        scene.joined("a", incarnation=incarnation)
-        if scene.live_offers("a"):
-            offer = scene.live_offers("a")[0]
-            scene.accepted(offer)
-            scene.finished(offer)
-        elif incarnation > 5:
-            break
-        scene.wait(1.0)
-    assert scene.agent().quarantined == ""
-
-
-def test_starts_after_a_goodbye_are_no_crash_loop(scene):
-    scene.joined("b", slots=2)
-    for incarnation in range(2, 12):
-        scene.feed(FromAgent("a", Goodbye(reason="update")))
-        scene.joined("a", incarnation=incarnation)
-    assert scene.agent().state == "ready"
-
-
-def test_many_own_failures_in_a_row_exclude_an_agent_when_another_does_well():
-    scene = make_scene(run=make_run(max_attempts=100), retry_backoff_max_s=0.0)
-    scene.joined("a", slots=2)
-    scene.joined("b", slots=2)
-    for offer in scene.live_offers("b"):
-        scene.accepted(offer)
-    for count in range(quarantine.OWN_FAILURES):
-        scene.wait(0.1)
-        offers = scene.live_offers("a")
-        assert offers, count
-        scene.failed(offers[0], "engine.generation")
-    assert scene.agent().quarantined == "failures_in_a_row"
-
-
-def test_failures_that_are_the_runs_exclude_nobody():
-    scene = make_scene(run=make_run(max_attempts=100), retry_backoff_max_s=0.0)
-    scene.joined("a", slots=2)
-    scene.joined("b", slots=2)
-    for _ in range(40):
-        scene.wait(0.1)
-        for agent in ("a", "b"):
-            for offer in scene.live_offers(agent)[:1]:
-                scene.failed(offer, "workflow.error")
-    assert [scene.agent(agent).quarantined for agent in ("a", "b")] == ["", ""]
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("agent.draining", "away"),
-        ("weights.timeout", "copy"),
-        ("store", "box"),
-        ("engine.apply", "box"),
-        ("engine.generation", "job"),
-        ("trajectory.malformed", "data"),
-        ("integrity.checksum", "data"),
-        ("integrity.size", "box"),
-        ("reward.timeout", "job"),
-        ("workflow.error", "job"),
-        ("never.heard.of", "job"),
-    ],
-)
-def test_every_code_has_a_class(code, expected):
-    assert class_of(code) == expected
-
-
-def test_what_is_the_boxs_fault_is_tried_elsewhere_and_no_failure_of_the_job(scene):
-    scene.joined("b", slots=2)
-    offer = scene.live_offers("a")[0]
-    scene.accepted(offer)
-    scene.failed(offer, "store")
-    job = scene.core._ctx.tables.jobs[offer.job]
-    assert (job.failures, job.losses, job.avoid) == (0, 1, ["a"])
 
 
 def test_an_agents_log_is_fetched_through_the_scheduler(scene):

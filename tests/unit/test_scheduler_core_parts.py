@@ -8,8 +8,12 @@ from scheduler.core.buffers import Buffer
 from scheduler.core.context import known_code
 from scheduler.core.dispatch import item_seed
 from scheduler.core.estimators import (
+    MAX_KINDS,
+    PEAK_GAIN,
     PRIOR_TOKEN_S,
+    RECOVER_S,
     AgentEstimate,
+    ArrivalRate,
     HardwarePriors,
     PeakEwma,
     RunEstimate,
@@ -146,9 +150,68 @@ def test_bad_news_counts_at_once_and_good_news_with_time():
     cost = PeakEwma()
     cost.observe(1.0, 0.0)
     cost.observe(3.0, 1.0)
-    assert cost.value == 2.0
+    assert cost.value == pytest.approx(1.0 + 2.0 * PEAK_GAIN)
     cost.observe(0.0, 31.0, tau_s=30.0)
-    assert cost.value == pytest.approx(2.0 * math.exp(-1.0))
+    assert cost.value == pytest.approx((1.0 + 2.0 * PEAK_GAIN) * math.exp(-1.0))
+
+
+def test_a_bad_estimate_without_news_gives_way_to_the_prior():
+    cost = PeakEwma()
+    cost.observe(9.0, 0.0)
+    assert cost.recovered(1.0, RECOVER_S / 20.0) == 9.0
+    assert cost.recovered(1.0, RECOVER_S) == pytest.approx(1.0 + 8.0 * math.exp(-1.0))
+    assert cost.recovered(10.0, RECOVER_S) == 9.0  # good news is kept
+    assert PeakEwma().recovered(1.0, 0.0) == 1.0
+
+
+def test_arrivals_are_a_rate_that_falls_when_nothing_comes():
+    rate = ArrivalRate()
+    for at in range(16):
+        rate.observe(float(at))
+    assert rate.per_s(15.0) == pytest.approx(1.0)
+    assert rate.per_s(30.0) == pytest.approx(0.5)
+    assert ArrivalRate().per_s(1.0) is None
+
+
+def test_kinds_of_work_are_told_apart_and_the_stalest_is_forgotten():
+    agent = AgentEstimate()
+    for kind in range(MAX_KINDS + 1):
+        agent.group_done(
+            lengths=(10,), slots=1, generating_s=1.0 + kind, now=0.0, kind=f"r|{kind}"
+        )
+    assert len(agent.by_kind) == MAX_KINDS
+    assert agent.token_time_s("r|1", 9.0, 0.0) == pytest.approx(0.2)
+    assert agent.token_time_s("r|0", 9.0, 0.0) == agent.token_s.value
+
+
+def test_a_queue_gives_higher_priority_first_then_index_and_a_head_per_family():
+    queue = ReadyQueue()
+    for job, index, priority, family in [
+        ("a", 5, 0, "x"),
+        ("b", 1, 0, "x"),
+        ("c", 9, 2, "y"),
+        ("d", 3, 0, "z"),
+    ]:
+        queue.add(job, index, priority, family)
+    assert (queue.first(), queue.priority()) == ("c", 2)
+    assert list(queue.heads()) == ["c", "b", "d"]
+    queue.discard("c")
+    queue.discard("b")
+    assert list(queue.heads()) == ["d", "a"]
+    assert len(queue) == 2
+
+
+def test_a_token_bucket_fills_up_to_a_minute_and_lets_a_large_group_through():
+    bucket = TokenBucket()
+    assert bucket.allows(0, 0.0)
+    assert bucket.allows(600, 0.0)
+    bucket.take(1000.0)
+    assert not bucket.allows(600, 10.0)
+    assert bucket.allowed_s(600, 10.0) == pytest.approx(40.0)
+    assert bucket.allows(600, 40.1)
+    bucket.take(-5000.0)
+    assert bucket.allows(600, 500.0)
+    assert bucket.level == 600.0
 
 
 def test_the_rate_of_a_group_is_bounded_by_its_longest_sibling_or_its_waves():
@@ -185,10 +248,10 @@ def test_a_run_is_expected_to_use_its_length_limit_until_it_is_known_better():
 def test_open_agents_can_be_cut_from_anywhere():
     agents = NamedPool()
     for name in "abcd":
-        assert agents.put(name, is_open=True)
-    assert not agents.put("a", is_open=True)
-    agents.put("b", is_open=False)
-    agents.put("d", is_open=False)
+        assert agents.put(name, is_in=True)
+    assert not agents.put("a", is_in=True)
+    agents.put("b", is_in=False)
+    agents.put("d", is_in=False)
     assert sorted(agents.names) == ["a", "c"]
     assert "b" not in agents
     assert "c" in agents

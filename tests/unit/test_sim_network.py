@@ -126,9 +126,12 @@ def test_a_renewed_connection_loses_what_was_under_way() -> None:
 def test_a_dead_host_loses_its_transfers() -> None:
     net, done = Net(), []
     net.network.transfer("cloud", "far", SIZE, lambda: done.append(1))
+    net.network.send("cloud", "far", Body(digest="d"), payload_bytes=SIZE)
     net.kernel.at(1.0, lambda _: net.network.reset("far"))
     net.kernel.run(1e3)
     assert not done
+    assert not net.heard
+    assert net.network.lost == 1
 
 
 def test_a_bound_holds_a_transfer_back() -> None:

@@ -1,7 +1,9 @@
 """Small simulations of everything: determinism, balances, invariants at every event, faults."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -159,6 +161,21 @@ def test_a_cut_agent_comes_back() -> None:
     assert result.finished
     assert result.problems == ()
     assert result.lost_messages > 0
+
+
+def test_nothing_is_decided_in_the_simulator() -> None:
+    """It feeds the cores and carries out what they want; their insides are not its matter."""
+    doors = {"machine", "events", "effects", "settings", "trained_jobs"}
+    used = {
+        (package, module)
+        for path in Path("sim").rglob("*.py")
+        for package, module in re.findall(
+            r"from (scheduler|edge_agent|cloud_trainer)\.core(?:\.(\w+)| import \w+)",
+            path.read_text(),
+        )
+    }
+    assert used
+    assert {module for _, module in used if module} <= doors
 
 
 def test_seeds_give_rules_the_same_fleet_and_work() -> None:

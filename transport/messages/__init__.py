@@ -33,6 +33,7 @@ from transport.messages.agents import (
     VersionServing,
 )
 from transport.messages.base import (
+    FEATURE_OFFERS,
     MAX_COUNT,
     MAX_ID_LENGTH,
     PROTOCOL_VERSION,
@@ -137,6 +138,7 @@ from transport.messages.weights import (
 )
 
 __all__ = [
+    "FEATURE_OFFERS",
     "KINDS",
     "MAX_COUNT",
     "MAX_ID_LENGTH",

@@ -11,6 +11,9 @@ from transport.runs import RunSpec
 
 PROTOCOL_VERSION = 1
 
+FEATURE_OFFERS = "offers"
+"""In ``Hello.features`` of a peer that understands ``LeaseOffers``."""
+
 MAX_COUNT = 2**53
 MAX_ID_LENGTH = 200
 """Ids are made of names of up to 48 characters each (``transport.ids``)."""
@@ -116,7 +119,9 @@ class SignerCertificate(msgspec.Struct, frozen=True, kw_only=True):
 
 class Welcome(Message, frozen=True, kw_only=True):
     """Answer to ``Hello``. ``policies`` are the policy ids that an agent is to host;
-    a trainer gets its run, the highest version number ever published and whether to go on."""
+    a trainer gets its run, the highest version number ever published and whether to go on.
+    ``incarnation`` is that of the hello (0: not said): what a process asked that has died meanwhile
+    is no answer to the one in its place."""
 
     term: int
     heartbeat_s: float
@@ -127,14 +132,16 @@ class Welcome(Message, frozen=True, kw_only=True):
     highest_version: int = 0
     stopping: bool = False
     signers: tuple[SignerCertificate, ...] = ()
+    incarnation: Count = 0
 
 
 class Refuse(Message, frozen=True, kw_only=True):
-    """The peer may not join (now, when ``retry_s`` is set)."""
+    """The peer may not join (now, when ``retry_s`` is set). ``incarnation`` as in ``Welcome``."""
 
     code: str
     message: str
     retry_s: float | None = None
+    incarnation: Count = 0
 
 
 class HelloRequired(Message, frozen=True, kw_only=True):
