@@ -39,6 +39,18 @@ def strike_many(world: World, faults: int) -> None:
             world.run(30.0)  # so that there are steps and checkpoints to be lost
 
 
+def lose_agents(world: World, kills: int) -> None:
+    """Kill one agent after another while all else is well; each is back before the next goes."""
+    for number in range(kills):
+        agent = world.agents[number % len(world.agents)]
+        world.run(world.rng.uniform(5.0, 10.0))
+        world.crash_agent(agent)
+        world.faults["agent killed"] += 1
+        world.run(30.0)
+        world.problems += [f"not placed again: {job}" for job in world.not_replaced()]
+        agent.start()
+
+
 def _down_s(rng: random.Random) -> float:
     """Mostly a supervisor's restart, sometimes long enough to be given up."""
     return min(60.0, rng.choice([0.3, 3.0, 15.0]) * rng.expovariate(1.0))

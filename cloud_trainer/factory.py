@@ -24,6 +24,10 @@ def make_trainer(spec: PolicySpec, config: TrainerTable) -> Trainer:
         from cloud_trainer.numpy_trainer import NumpyTrainer
 
         return NumpyTrainer(spec.settings, where=where)
+    if spec.trainer == "emulated":
+        from cloud_trainer.emulated_trainer import EmulatedTrainer
+
+        return EmulatedTrainer(spec.settings, where=where)
     from cloud_trainer.torch_trainer import TorchTrainer
 
     return TorchTrainer(spec.settings, where=where, device=config.device, threads=config.threads)

@@ -4,7 +4,8 @@ What always holds: an attempt that was started reports exactly one of ``GroupSpo
 ``GroupGenerated``) or ``AttemptCrashed``, or nothing if it was aborted before its result went to
 disk; whatever a workflow or verifier raises, returns or never returns ends only its own attempt,
 within the time limit; an abort during the write lets the write finish and reports it, so that the
-file is dropped like any other.
+file is dropped like any other. Finished turns are kept elsewhere as well (``turns``), and a
+workflow goes on from an earlier attempt's where those can be had.
 """
 
 import asyncio
@@ -12,19 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
+from edge_agent.attempt_group import group_of
 from edge_agent.core.effects import RunAttempt
 from edge_agent.core.events import AttemptCrashed, Event, GroupGenerated, GroupSpooled
 from edge_agent.engine import Engine
 from edge_agent.rewards import RewardPool
 from edge_agent.spool import Spool
+from edge_agent.turns import Keeper, TurnsOfAttempt
 from edge_agent.workflow import (
     GenerationTime,
-    MalformedWorkflow,
     Rollout,
     Workflow,
     WorkflowContext,
     checked,
-    record_of,
 )
 from transport.errors import FarflowError, SizeLimitExceeded
 from transport.ids import Fence
@@ -62,6 +63,7 @@ class AttemptRunner:
         clock: Clock,
         timeout_s: float,
         feed: Callable[[Event], None],
+        keeper: Keeper | None = None,
     ) -> None:
         self._engine = engine
         self._rewards = rewards
@@ -70,6 +72,7 @@ class AttemptRunner:
         self._clock = clock
         self._timeout_s = timeout_s
         self._feed = feed
+        self._keeper = keeper
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._storing: set[Key] = set()
 
@@ -119,21 +122,31 @@ class AttemptRunner:
     ) -> TrajectoryGroup:
         try:
             async with asyncio.timeout(self._timeout_s):
-                rollouts = await self._rolled_out(offer, generation_time)
+                code = self._workflows[offer.workflow].fingerprint
+                async with TurnsOfAttempt(offer, code, self._engine, self._keeper) as turns:
+                    rollouts = await self._rolled_out(offer, generation_time, turns)
                 self._feed(GroupGenerated(attempt=offer.attempt, fence=offer.fence))
                 rewards = await self._scored(offer, rollouts)
         except TimeoutError as error:
             raise AttemptTimeout(f"not done within {self._timeout_s:g} s") from error
-        return _group(offer, [rollout for _, rollout in rollouts], rewards)
+        return group_of(offer, [rollout for _, rollout in rollouts], rewards)
 
     async def _rolled_out(
-        self, offer: LeaseOffer, generation_time: GenerationTime
+        self, offer: LeaseOffer, generation_time: GenerationTime, turns: TurnsOfAttempt
     ) -> list[tuple[Item, Rollout]]:
         """The workflow's rollouts of every item, in order."""
         workflow = self._workflows[offer.workflow]
         calls = []
-        for item in offer.items:
-            context = WorkflowContext(offer, item, self._engine, self._rewards, generation_time)
+        for position, item in enumerate(offer.items):
+            context = WorkflowContext(
+                offer,
+                item,
+                self._engine,
+                self._rewards,
+                generation_time,
+                resumed=turns.resumed(position),
+                turns_finished=turns.heard(position),
+            )
             calls.append(workflow.function(context, item))
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
@@ -176,31 +189,12 @@ class AttemptRunner:
 
 def _raise_if_failed(task: "asyncio.Future[Sequence[Rollout]]") -> None:
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    while isinstance(error, BaseExceptionGroup):  # out of a workflow's own task group
+        error = (
+            next((e for e in error.exceptions if isinstance(e, FarflowError)), None)
+            or (error.exceptions[0])
+        )
     if isinstance(error, FarflowError):
         raise error
     if error is not None:
         raise WorkflowFailed(f"{type(error).__name__}: {error}") from error
-
-
-def _group(
-    offer: LeaseOffer, rollouts: Sequence[Rollout], rewards: Sequence[float]
-) -> TrajectoryGroup:
-    policies = tuple(sorted(set(offer.policies.values())))
-    index = {policy: number for number, policy in enumerate(policies)}
-    prompts: dict[tuple[int, ...], int] = {}
-    for rollout in rollouts:
-        prompts.setdefault(rollout.prompt_tokens, len(prompts))
-    try:
-        sequences = tuple(
-            record_of(rollout, reward, prompts[rollout.prompt_tokens], index)
-            for rollout, reward in zip(rollouts, rewards, strict=True)
-        )
-    except (TypeError, ValueError) as error:
-        raise MalformedWorkflow(f"returned a rollout that does not add up: {error}") from error
-    return TrajectoryGroup(
-        job=offer.job,
-        attempt=offer.attempt,
-        policies=policies,
-        prompts=tuple(prompts),
-        sequences=sequences,
-    )

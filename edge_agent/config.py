@@ -16,9 +16,12 @@ from transport.runtime.settings import (
 
 class FakeEngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[agent.fake]``: the service-time model of the fake engine. Lengths are log-normal in
-    tokens; a sequence takes ``first_token_s + tokens / tokens_per_s``."""
+    tokens; a sequence takes ``first_token_s + tokens / tokens_per_s``. With ``lengths_by`` place a
+    length depends on the job's seed and the place in its group alone, as in the simulator (all
+    turns of a sequence are then equally long)."""
 
     seed: int = 0
+    lengths_by: Literal["request", "place"] = "request"
     tokens_per_s: Annotated[float, Meta(gt=0.0)] = 2000.0
     first_token_s: Seconds = 0.005
     mean_tokens: Annotated[float, Meta(gt=0.0)] = 16.0

@@ -64,7 +64,6 @@ from transport.messages import (
     WORK_PLANES,
     AgentLog,
     Chunk,
-    ChunkRequest,
     Goodbye,
     Hello,
     LeaseReplies,
@@ -150,6 +149,7 @@ class AgentShell:
         self._process = home.process
         self._spool = home.spool
         self._rewards = RewardPool(config.agent.reward_timeout_s)
+        self._uploader = Uploader(links, home.spool, self.feed)
         self._runner = AttemptRunner(
             engine,
             self._rewards,
@@ -158,8 +158,8 @@ class AgentShell:
             clock=clock,
             timeout_s=config.agent.attempt_timeout_s,
             feed=self.feed,
+            keeper=self._uploader.partials,
         )
-        self._uploader = Uploader(links, home.spool, self.feed)
         self._sources = make_sources(self._chunk_arrived, self._source_changed)
         self._weights = WeightsClient(
             engine,
@@ -253,9 +253,8 @@ class AgentShell:
         self.feed(FromScheduler(message=message))
 
     def _from_log(self, message: Message, payload: list[bytes]) -> None:
-        if isinstance(message, ChunkRequest):
-            self._uploader.asked(message)
-        self.feed(FromTrajectoryLog(message=message))
+        if not self._uploader.took(message, payload):
+            self.feed(FromTrajectoryLog(message=message))
 
     def _from_store(self, message: Message, payload: list[bytes]) -> None:
         if isinstance(message, Chunk):
@@ -271,7 +270,7 @@ class AgentShell:
 
     def _link_changed(self, plane: Plane, up: bool) -> None:
         if plane is Plane.TRAJECTORIES:
-            self._uploader.clear()
+            self._uploader.link_changed(up)
         elif plane is Plane.WEIGHTS:
             self._weights.source_changed(ORIGIN, up)
         self.feed(LinkUp(plane=plane) if up else LinkDown(plane=plane))

@@ -2,7 +2,8 @@
 
 What always holds: small bodies are put in the order asked for, each read from the spool, in a
 thread, when its turn comes; larger ones are offered, and of these one chunk is in memory at a time,
-when the log asks for it; what does not work out comes back as an event.
+when the log asks for it; what does not work out comes back as an event. Finished turns of running
+attempts go the same ways (``partials``).
 """
 
 import asyncio
@@ -13,12 +14,14 @@ import msgspec
 import structlog
 
 from edge_agent.core.events import BodyLost, Event, SendFailed
+from edge_agent.partials import Partials
 from edge_agent.spool import Spool
 from transport.chunk_service import ChunkService
 from transport.errors import FarflowError, LinkError
 from transport.messages import (
     ChunkRequest,
     GroupSummary,
+    Message,
     OfferedBody,
     Plane,
     TrajectoryOffer,
@@ -47,6 +50,7 @@ class Uploader:
         self._loop = asyncio.get_running_loop()
         self._offered: dict[str, str] = {}  # digest -> attempt
         self._chunks = ChunkService(self, links, None, Plane.TRAJECTORIES)
+        self.partials = Partials(links, self._loop.time)
 
     def put(self, summary: GroupSummary) -> None:
         """Send this body in its turn."""
@@ -74,6 +78,18 @@ class Uploader:
     def asked(self, request: ChunkRequest) -> None:
         """The log wants these chunks of an offered body."""
         self._chunks.ask(request)
+
+    def took(self, message: Message, payload: list[bytes]) -> bool:
+        """Whether something that the log said is of no concern to the core."""
+        if isinstance(message, ChunkRequest):
+            self.asked(message)
+            return self.partials.chunk_bytes(message.digest) is not None
+        return self.partials.took(message, payload)
+
+    def link_changed(self, up: bool) -> None:
+        """The link is new, or gone."""
+        self.clear()
+        self.partials.link_changed(up)
 
     def dropped(self, digest: str) -> None:
         """A body is not in the spool any more."""
@@ -123,10 +139,14 @@ class Uploader:
 
     def chunk_bytes(self, digest: str) -> int | None:
         """Of bodies that were offered over this link, and of no others."""
-        return self._spool.chunk_bytes(digest) if digest in self._offered else None
+        if digest in self._offered:
+            return self._spool.chunk_bytes(digest)
+        return self.partials.chunk_bytes(digest)
 
     def read_chunk(self, digest: str, index: int) -> bytes | None:
         """In a thread; a damaged body is reported on the loop."""
+        if digest not in self._offered:
+            return self.partials.read_chunk(digest, index)
         try:
             return self._spool.read_chunk(digest, index)
         except FarflowError as error:

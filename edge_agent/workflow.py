@@ -14,6 +14,8 @@ part of a group would bias its lengths). Its fingerprint is the SHA-256 of the s
 that defines it: two agents with the same one run the same code.
 
 Workflows run on the agent's event loop and must not block it; what they await may be cancelled.
+One of several turns says ``context.turn_finished`` after each, and begins with ``context.resumed``
+where an earlier attempt had got to, if it got anywhere: see ``edge_agent.workflows.multi_turn``.
 """
 
 import hashlib
@@ -34,7 +36,7 @@ from transport.messages import Item, LeaseOffer
 from transport.runtime.clock import Clock
 from transport.trajectory import SequenceRecord, run_length
 
-SHIPPED = ("single_turn",)
+SHIPPED = ("single_turn", "multi_turn")
 _SHIPPED_PACKAGE = "edge_agent.workflows"
 _NO_POLICY = -1
 
@@ -86,6 +88,17 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Sibling(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one sibling stands after ``turns`` finished turns (0: it has not begun): what would be
+    returned of it now, and whatever else the workflow needs to go on, as plain JSON values (the
+    messages so far, say)."""
+
+    rollout: Rollout
+    turns: int
+    state: Any = None
+
+
+TurnsFinished = Callable[[Sequence[Sibling]], None]
 WorkflowFunction = Callable[["WorkflowContext", Item], Awaitable[Sequence[Rollout]]]
 
 
@@ -140,8 +153,10 @@ class PolicyHandle:
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         stop_token_ids: tuple[int, ...] = (),
+        label: str = "",
     ) -> list[Generated]:
-        """``n`` completions of a prompt (text or tokens); defaults are the run's.
+        """``n`` completions of a prompt (text or tokens); defaults are the run's. Requests that are
+        made side by side need a ``label`` of their own, or a repeated attempt may draw others.
 
         Raises:
             GenerationFailed: the engine could not do it.
@@ -149,7 +164,7 @@ class PolicyHandle:
         context = self._context
         tokens = self.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         request = GenerationRequest(
-            request_id=context.next_request_id(),
+            request_id=context.next_request_id(label),
             policy=self.id,
             prompt_tokens=tokens,
             n=n,
@@ -178,7 +193,8 @@ class WorkflowContext:
 
     ``settings`` are ``[workflow.settings]`` of the run; ``group_size`` is how many rollouts to
     return. The same offer gives the same requests, so a repeated attempt draws the same tokens
-    from the same weights.
+    from the same weights. ``resumed`` is where the siblings stood when an earlier attempt ended,
+    empty for those that begin; a workflow that does not look at it begins anew.
     """
 
     def __init__(
@@ -188,7 +204,10 @@ class WorkflowContext:
         engine: Engine,
         rewards: RewardPool,
         generation_time: GenerationTime,
+        resumed: Sequence[Sibling] = (),
+        turns_finished: TurnsFinished | None = None,
     ) -> None:
+        self.resumed = tuple(resumed)
         self.settings: Mapping[str, Any] = offer.settings
         self.group_size = offer.group_size
         self.max_new_tokens = offer.max_new_tokens
@@ -203,6 +222,7 @@ class WorkflowContext:
         self._rewards = rewards
         self._name = f"{offer.job}/{item.index}"
         self._requests = 0
+        self._turns_finished = turns_finished
 
     def policy(self, name: str | None = None) -> PolicyHandle:
         """The policy of that name; without a name, the only one.
@@ -227,8 +247,24 @@ class WorkflowContext:
         pairs = [(self._item, response) for response in responses]
         return await self._rewards.score(self._reward, pairs)
 
-    def next_request_id(self) -> str:
+    def turn_finished(self, siblings: Sequence[Sibling]) -> None:
+        """All siblings as they stand now that one of them has finished a turn. Costs next to
+        nothing: the newest are sent away in the background, as far as there is room for them.
+
+        Raises:
+            MalformedWorkflow: not one per rollout that the workflow is to return.
+        """
+        if len(siblings) != self.group_size:
+            raise MalformedWorkflow(
+                f"said of {len(siblings)} siblings where they stand, it has {self.group_size}"
+            )
+        if self._turns_finished is not None:
+            self._turns_finished(siblings)
+
+    def next_request_id(self, label: str = "") -> str:
         """A name for a request: the same ones in the same order in every attempt of the job."""
+        if label:
+            return f"{self._name}/{label}"
         self._requests += 1
         return f"{self._name}/{self._requests}"
 

@@ -61,6 +61,8 @@ class _Kept:
         self.may_finish = name.startswith("trainer-")
         self.finished = asyncio.Event()
         self.revived = asyncio.Event()
+        self.may_run = asyncio.Event()
+        self.may_run.set()
 
 
 class LocalDeployment:
@@ -160,6 +162,17 @@ class LocalDeployment:
         if child is None:
             raise ProcessFailed(f"{name} is not running")
         return child
+
+    def hold(self, name: str) -> None:
+        """SIGKILL to that process, which is not started again before ``let_go``."""
+        kept = self._kept[name]
+        kept.may_run.clear()
+        if kept.child is not None and kept.child.returncode is None:
+            kept.child.kill()
+
+    def let_go(self, name: str) -> None:
+        """Start that process again, at once."""
+        self._kept[name].may_run.set()
 
     def restarts(self, name: str) -> int:
         """How often that process was started again."""
@@ -283,6 +296,9 @@ class LocalDeployment:
                 status = await kept.child.wait()
                 if self._is_stopping():
                     return
+                if not kept.may_run.is_set():
+                    await kept.may_run.wait()
+                    continue
                 if status == 0 and kept.may_finish:
                     kept.finished.set()
                     await kept.revived.wait()

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from cloud_trainer.config import PublicationTable, TrainerTable
+from cloud_trainer.emulated_trainer import EmulatedSettings
 from cloud_trainer.numpy_trainer import NumpySettings
 from cloud_trainer.torch_trainer import TorchSettings
 from edge_agent.config import AgentTable, FakeEngineTable
@@ -36,6 +37,7 @@ RUN: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("policies.NAME", PolicySpec),
     ('policies.NAME.settings with trainer = "torch"', TorchSettings),
     ('policies.NAME.settings with trainer = "numpy"', NumpySettings),
+    ('policies.NAME.settings with trainer = "emulated"', EmulatedSettings),
     ("task", TaskSpec),
     ("workflow", WorkflowSpec),
     ("evaluation", EvaluationSpec),

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from cloud_trainer.emulated_trainer import EmulatedSettings
 from cloud_trainer.numpy_trainer import NumpySettings
 from cloud_trainer.torch_trainer import TorchSettings
 from transport.errors import ConfigError
@@ -39,6 +40,12 @@ class RunTables(msgspec.Struct, frozen=True, kw_only=True):
 
 RUN_TABLES = RunTables.__struct_fields__
 
+_SETTINGS: dict[str, type[msgspec.Struct]] = {
+    "torch": TorchSettings,
+    "numpy": NumpySettings,
+    "emulated": EmulatedSettings,
+}
+
 
 def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
     """The run in the merged tables ``data``; ``folder`` is where relative paths start.
@@ -66,8 +73,7 @@ def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
                 f"policies.{name}.model: {model / 'config.json'} is missing; give a local "
                 "Hugging Face model folder"
             )
-        settings = TorchSettings if policy.trainer == "torch" else NumpySettings
-        convert(policy.settings, settings, f"policies.{name}.settings")
+        convert(policy.settings, _SETTINGS[policy.trainer], f"policies.{name}.settings")
         policies[name] = msgspec.structs.replace(policy, model=str(model))
     task = tables.task
     if task.source == "jsonl":

@@ -9,7 +9,8 @@ What always holds: no link carries more than its rate; every transfer is held by
 own or by its bound; equal input gives equal output.
 """
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Sequence
 from typing import Final
 
 UNLIMITED: Final = 1e15
@@ -33,35 +34,53 @@ class Pipe:
 
 def max_min(paths: Sequence[Sequence[Pipe]], bounds: Sequence[float]) -> list[float]:
     """Rates in bytes per second: transfer ``i`` goes through all of ``paths[i]`` and never faster
-    than ``bounds[i]``. O(transfers x links of a path x distinct bottlenecks)."""
+    than ``bounds[i]``. O((transfers x links of a path + links) x log)."""
     rates = [0.0] * len(paths)
     left: dict[Pipe, float] = {}
-    users: dict[Pipe, int] = {}
-    for path in paths:
+    users: dict[Pipe, list[int]] = {}
+    count: dict[Pipe, int] = {}
+    for i, path in enumerate(paths):
         for pipe in path:
-            left[pipe] = pipe.capacity
-            users[pipe] = users.get(pipe, 0) + 1
-    open_ones = list(range(len(paths)))
-    while open_ones:
-        level = min(_shares(left, users), default=UNLIMITED)
-        bounded = [i for i in open_ones if bounds[i] <= level]
-        if bounded:
-            level = min(bounds[i] for i in bounded)
-            closed = [i for i in bounded if bounds[i] <= level]
-        else:
-            full = {pipe for pipe, count in users.items() if count and left[pipe] / count <= level}
-            closed = [i for i in open_ones if any(pipe in full for pipe in paths[i])]
-        if not closed:  # through no link at all
-            closed = open_ones
-        for i in closed:
-            rates[i] = level
-            for pipe in paths[i]:
-                left[pipe] = max(0.0, left[pipe] - level)
-                users[pipe] -= 1
-        done = frozenset(closed)
-        open_ones = [i for i in open_ones if i not in done]
+            left.setdefault(pipe, pipe.capacity)
+            users.setdefault(pipe, []).append(i)
+            count[pipe] = count.get(pipe, 0) + 1
+    order = {pipe: number for number, pipe in enumerate(left)}
+    # A link's share never falls while others close, so an old entry is at worst too low.
+    shares = [(left[pipe] / count[pipe], number, pipe) for pipe, number in order.items()]
+    heapq.heapify(shares)
+    by_bound = sorted(range(len(paths)), key=bounds.__getitem__)
+    is_open = [True] * len(paths)
+    next_bound = 0
+
+    def close(i: int, level: float) -> None:
+        is_open[i] = False
+        rates[i] = level
+        for pipe in paths[i]:
+            left[pipe] = max(0.0, left[pipe] - level)
+            count[pipe] -= 1
+
+    while next_bound < len(by_bound):
+        if not is_open[by_bound[next_bound]]:
+            next_bound += 1
+            continue
+        level = UNLIMITED
+        while shares:
+            share, number, pipe = shares[0]
+            if not count[pipe]:
+                heapq.heappop(shares)
+                continue
+            present = left[pipe] / count[pipe]
+            if present > share:
+                heapq.heapreplace(shares, (present, number, pipe))
+                continue
+            level = min(level, present)
+            break
+        bounded = by_bound[next_bound]
+        if bounds[bounded] <= level or not shares:
+            close(bounded, min(bounds[bounded], level))
+            continue
+        heapq.heappop(shares)
+        for i in users[pipe]:
+            if is_open[i]:
+                close(i, level)
     return rates
-
-
-def _shares(left: dict[Pipe, float], users: dict[Pipe, int]) -> Iterable[float]:
-    return (left[pipe] / count for pipe, count in users.items() if count)

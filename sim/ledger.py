@@ -5,6 +5,10 @@ run; a body that is no longer wanted was either trained on or is wasted.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sim.recording import Recorder
 
 
 @dataclass(slots=True)
@@ -35,6 +39,7 @@ class Ledger:
     trained: dict[str, dict[str, None]] = field(default_factory=dict)
     steps: dict[str, list[Step]] = field(default_factory=dict)
     turnaround_s: list[float] = field(default_factory=list)
+    recorder: "Recorder | None" = None
     _tokens: dict[str, int] = field(default_factory=dict)
 
     def body_made(self, tokens: int) -> None:
@@ -51,6 +56,8 @@ class Ledger:
             self.trained_groups += 1
             self.trained_tokens += tokens
         users[policy] = None
+        if self.recorder is not None:
+            self.recorder.judged(digest, "trained")
 
     def lineage_left(self, policy: str, digests: tuple[str, ...]) -> None:
         """The steps that used these bodies were lost with their trainer."""
@@ -59,6 +66,8 @@ class Ledger:
             users.pop(policy, None)
             if not users:
                 del self.trained[digest]
+                if self.recorder is not None:
+                    self.recorder.judged(digest, "open")
                 self.trained_groups -= 1
                 self.trained_tokens -= tokens
 
@@ -73,6 +82,8 @@ class Ledger:
         if digest not in self.trained:
             self.wasted_groups += 1
             self.wasted_tokens += tokens
+            if self.recorder is not None:
+                self.recorder.judged(digest, "wasted")
 
     @property
     def wasted_share(self) -> float:

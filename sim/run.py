@@ -5,6 +5,7 @@ the faults do not depend on the placement rule; after a run the books balance (`
 """
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,9 @@ from sim.fair_share import Pipe
 from sim.faults import Fault, agent_faults
 from sim.kernel import History, Kernel
 from sim.ledger import Ledger, Step
-from sim.network import Network
-from sim.scenario import MBIT, RUN, Scenario
+from sim.network import Host, Network
+from sim.recording import AgentFacts, Recorder, Recording
+from sim.scenario import MBIT, RUN, AgentPlan, Scenario
 from sim.workload import Draws, make_digest
 from transport.errors import ConfigError
 from transport.ids import policy_id
@@ -62,7 +64,9 @@ class Result:
 
 
 class Simulation:
-    """A world at time 0. ``check`` verifies every core after each of its events."""
+    """A world at time 0. ``check`` verifies every core after each of its events; ``plans`` takes
+    the place of the scenario's fleet, ``draws`` of its lengths and rewards. ``recording`` is empty
+    unless ``record``. ``on_second`` is called once per virtual second."""
 
     def __init__(
         self,
@@ -72,6 +76,9 @@ class Simulation:
         seed: int = 0,
         check: bool = False,
         history: bool = False,
+        record: bool = False,
+        plans: Sequence[AgentPlan] | None = None,
+        draws: Draws | None = None,
     ) -> None:
         self.scenario = scenario
         self.placement = placement
@@ -81,7 +88,10 @@ class Simulation:
         self.history = History() if history else None
         rng = random.Random(seed * 7919 + 1)  # noqa: S311
         self.network = Network(self.kernel, scenario.topology(), rng, self.history)
-        self.plans = scenario.fleet(seed)
+        self.plans = scenario.fleet(seed) if plans is None else list(plans)
+        self.on_second: Callable[[], None] | None = None
+        self._draws = Draws(scenario.workload) if draws is None else draws
+        self._hosts: dict[str, Host] = {}
         self._nic = (
             Pipe("nic-up", scenario.nic_mbit * MBIT),
             Pipe("nic", scenario.nic_mbit * MBIT),
@@ -112,6 +122,9 @@ class Simulation:
         self.agents = {
             plan.name: self._agent(index, check) for index, plan in enumerate(self.plans)
         }
+        if record:
+            self.ledger.recorder = self._recorder()
+            self.store.on_durable = self.ledger.recorder.published
         self._targets = {
             policy: scenario.steps
             for name in scenario.policies
@@ -138,8 +151,16 @@ class Simulation:
         for fault in self._faults():
             self.kernel.at(fault.at_s, self._fault, fault)
         self.kernel.after(1.0, self._watch)
+        if self.ledger.recorder is not None:
+            self.ledger.recorder.watch(self.agents)
         self.kernel.run(self.scenario.limit_s)
         return self._result()
+
+    @property
+    def recording(self) -> Recording | None:
+        """What was recorded until now."""
+        recorder = self.ledger.recorder
+        return None if recorder is None else recorder.result(self.agents)
 
     def problems(self) -> list[str]:
         """Where the books of scheduler, services and engines contradict each other."""
@@ -191,7 +212,7 @@ class Simulation:
             settings,
             kernel=self.kernel,
             network=self.network,
-            draws=Draws(self.scenario.workload),
+            draws=self._draws,
             ledger=self.ledger,
             tokens_per_s=plan.tokens_per_s,
             policies=policies,
@@ -199,9 +220,45 @@ class Simulation:
             check=check,
         )
         up, down = Pipe(f"{plan.name}-up", plan.up), Pipe(plan.name, plan.down)
-        self.network.add(plan.name, plan.site, up, down, actor.receive)
+        host = self.network.add(plan.name, plan.site, up, down, actor.receive)
+        self._hosts[plan.name] = host
         self.scheduler.know(plan.name, FromAgent)
         return actor
+
+    def _recorder(self) -> Recorder:
+        topology, cloud = self.scenario.topology(), self.scenario.cloud
+        facts = [
+            AgentFacts(
+                plan.name,
+                plan.site,
+                plan.slots,
+                plan.tokens_per_s,
+                plan.up,
+                plan.down,
+                topology.rtt_s(plan.site, cloud),
+            )
+            for plan in self.plans
+        ]
+        ledger = self.ledger
+
+        def link_bytes(agent: str) -> tuple[int, int]:
+            return self._hosts[agent].bytes_up, self._hosts[agent].bytes_down
+
+        def tokens() -> tuple[int, int, int]:
+            wasted = ledger.wasted_tokens + ledger.aborted_tokens
+            return ledger.trained_tokens, wasted, ledger.drawn_tokens
+
+        return Recorder(
+            self.kernel,
+            cloud=cloud,
+            agents=facts,
+            bounds={
+                policy_id(RUN, name): shape.max_policy_lag
+                for name, shape in self.scenario.policies.items()
+            },
+            link_bytes=link_bytes,
+            tokens=tokens,
+        )
 
     def _faults(self) -> list[Fault]:
         spec = self.scenario.faults
@@ -237,6 +294,8 @@ class Simulation:
 
     def _watch(self, _: object) -> None:
         steps = self.ledger.steps
+        if self.on_second is not None:
+            self.on_second()
         if all(_reached(steps.get(policy, []), most) for policy, most in self._targets.items()):
             self.kernel.stop()
         else:

@@ -6,16 +6,14 @@ on the same work.
 """
 
 import hashlib
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from edge_agent.config import FakeEngineTable
-from edge_agent.engines.fake import ServiceTimes
+from edge_agent.engines.fake import ServiceTimes, place_uniform
 from transport.messages import Item, LeaseOffer
-
-_MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
@@ -63,11 +61,11 @@ class Draws:
         """Tokens of each sequence of a group, in order."""
         most = min(self.workload.max_new_tokens, offer.max_new_tokens)
         count = len(offer.items) * offer.group_size
-        return [self._times.tokens(_uniform(offer.seed, n), most) for n in range(count)]
+        return [self._times.tokens(place_uniform(offer.seed, n), most) for n in range(count)]
 
     def rewards(self, offer: LeaseOffer) -> tuple[float, ...]:
         count = len(offer.items) * offer.group_size
-        return tuple(float(_uniform(offer.seed, -1 - n) < 0.5) for n in range(count))
+        return tuple(float(place_uniform(offer.seed, -1 - n) < 0.5) for n in range(count))
 
 
 def make_items(start: int, count: int) -> tuple[Item, ...]:
@@ -85,11 +83,3 @@ def make_items(start: int, count: int) -> tuple[Item, ...]:
 def make_digest(*parts: object) -> str:
     """64 hexadecimal digits that stand for content."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _uniform(seed: int, place: int) -> float:
-    """A number in [0, 1) (splitmix64)."""
-    x = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return ((x ^ (x >> 31)) >> 11) * 2.0**-53

@@ -21,6 +21,7 @@ from transport.messages import (
     Body,
     Chunk,
     Message,
+    PartialPut,
     Plane,
     TrajectoryPut,
 )
@@ -60,7 +61,12 @@ LIMITS: dict[Plane, Limits] = {
     Plane.ENROLMENT: Limits(16 * KIB, 0, 0),
 }
 
-PAYLOAD_FRAMES: dict[type[Message], int] = {TrajectoryPut: 1, Body: MAX_BODY_FRAMES, Chunk: 1}
+PAYLOAD_FRAMES: dict[type[Message], int] = {
+    TrajectoryPut: 1,
+    PartialPut: 1,
+    Body: MAX_BODY_FRAMES,
+    Chunk: 1,
+}
 """The most payload frames of a kind; kinds that are not here carry none."""
 
 KIND_OF: dict[type[Message], int] = {kind_type: kind for kind, kind_type in KINDS.items()}

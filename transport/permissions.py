@@ -56,6 +56,10 @@ from transport.messages import (
     LeaseRevoke,
     Message,
     NextServerKey,
+    PartialAck,
+    PartialOffer,
+    PartialPut,
+    PartialStored,
     Ping,
     Plane,
     Pong,
@@ -115,7 +119,7 @@ PERMISSIONS: dict[tuple[Role, Plane], frozenset[type[Message]]] = {
         {Hello, Goodbye, Ping, BatchRequest, GroupUnusable, StepReport, CheckpointReport}
     ),
     (Role.SERVICE, Plane.CONTROL): frozenset(
-        {Hello, Goodbye, Ping, TrajectoriesStored, BodiesGone, VersionStored}
+        {Hello, Goodbye, Ping, TrajectoriesStored, PartialStored, BodiesGone, VersionStored}
     ),
     (Role.OPERATOR, Plane.CONTROL): frozenset(
         {
@@ -166,11 +170,22 @@ PERMISSIONS: dict[tuple[Role, Plane], frozenset[type[Message]]] = {
     # Whoever enrols has no role yet, only a token for that of an agent.
     (Role.AGENT, Plane.ENROLMENT): frozenset({EnrolRequest}),
     (Role.SCHEDULER, Plane.ENROLMENT): frozenset({EnrolReply, Refuse}),
-    (Role.AGENT, Plane.TRAJECTORIES): frozenset({TrajectoryPut, TrajectoryOffer, Chunk}),
+    # An agent's request is answered with finished turns only (``scheduler.partials``).
+    (Role.AGENT, Plane.TRAJECTORIES): frozenset(
+        {TrajectoryPut, TrajectoryOffer, PartialPut, PartialOffer, Chunk, BodyRequest}
+    ),
     (Role.TRAINER, Plane.TRAJECTORIES): frozenset({BodyRequest}),
     (Role.SUBMITTER, Plane.TRAJECTORIES): frozenset({BodyRequest}),
     (Role.SERVICE, Plane.TRAJECTORIES): frozenset(
-        {TrajectoryAck, TrajectoryAcks, TrajectoryRefused, ChunkRequest, Body, Refuse}
+        {
+            TrajectoryAck,
+            TrajectoryAcks,
+            TrajectoryRefused,
+            PartialAck,
+            ChunkRequest,
+            Body,
+            Refuse,
+        }
     ),
     (Role.AGENT, Plane.WEIGHTS): frozenset({WeightsRequest, ChunkRequest}),
     (Role.TRAINER, Plane.WEIGHTS): frozenset({VersionOffer, Chunk}),

@@ -38,7 +38,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     trained: bool = True
-    trainer: Literal["torch", "numpy"] = "torch"
+    trainer: Literal["torch", "numpy", "emulated"] = "torch"
     steps: Positive = 100
     batch_groups: Annotated[int, Meta(ge=1, le=1024)] = 32
     max_policy_lag: Annotated[int, Meta(ge=0, le=10_000)] = 4

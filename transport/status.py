@@ -152,6 +152,9 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. ``turnaround`` is of training groups, from their job's creation to their accepted
+    result, since this scheduler started; None before the first and once the run has ended."""
+
     name: str
     state: str
     reason: str
@@ -163,6 +166,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     hedge_tokens: int = 0
     external_open: int = 0
     dead_letters: int = 0
+    turnaround_p50_s: float | None = None
+    turnaround_p95_s: float | None = None
 
 
 class SchedulerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,18 @@ from transport.weights.patch import Patch
 from transport.weights.tensors import Cells, TensorBytes
 
 
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
+
+
+def place_uniform(seed: int, place: int) -> float:
+    """A number in [0, 1) that belongs to a place in the group of a job with that seed (splitmix64:
+    Steele et al., OOPSLA 2014)."""
+    x = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return ((x ^ (x >> 31)) >> 11) * 2.0**-53
+
+
 class ServiceTimes:
     """The service-time model alone, for whoever simulates an agent."""
 
@@ -61,6 +73,7 @@ class _Sequence:
         sibling: int,
         seed: int,
         times: ServiceTimes,
+        by_place: bool,
     ) -> None:
         sampling = request.sampling
         self.policy = policy
@@ -68,7 +81,10 @@ class _Sequence:
         self._limit = sampling.max_new_tokens
         mixed, name = seed * 1_000_003 + sampling.seed, request.request_id
         self._answer = solve(decode_text(request.prompt_tokens))
-        length = times.tokens(float(uniform_numbers(mixed, name, sibling, 1)[0]), self._limit)
+        place = float(uniform_numbers(mixed, name, sibling, 1)[0])
+        if by_place:
+            place = place_uniform(sampling.seed, sibling)
+        length = times.tokens(place, self._limit)
         self._thoughts = max(1, length - len(self._answer) - 1)
         self.total = min(self._limit, self._thoughts + len(self._answer) + 1)
         self._uniform = uniform_numbers(mixed, name, sibling, self._thoughts + 1)[1:]
@@ -135,6 +151,7 @@ class FakeEngine:
         self.slots = slots
         self._table = table or FakeEngineTable()
         self._times = ServiceTimes(self._table)
+        self._by_place = self._table.lengths_by == "place"
         self._clock = clock or SystemClock()
         self._sleep = sleep
         self._free = asyncio.Semaphore(slots)
@@ -247,7 +264,7 @@ class FakeEngine:
 
     async def _generate(self, policy: FakePolicy, request: GenerationRequest) -> list[Completion]:
         sequences = [
-            _Sequence(policy, request, sibling, self._table.seed, self._times)
+            _Sequence(policy, request, sibling, self._table.seed, self._times, self._by_place)
             for sibling in range(request.n)
         ]
         async with asyncio.TaskGroup() as siblings:

@@ -44,7 +44,8 @@ def _work_out(ctx: Context, run: Run, job: Job, view: JobView) -> tuple[Absorber
     most = ctx.settings.shortlist
     start, seen = 0, len(names)
     if seen > most:
-        start, seen = ctx.rng.randrange(seen), most
+        start = ctx.rng.randrange(seen)
+        seen = max(1, most // candidates.DRAWN_SHARE)
     scale = len(names) / max(1, seen)
     found: list[tuple[float, str, float]] = []
     for offset in range(start, start + seen):

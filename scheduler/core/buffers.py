@@ -32,6 +32,10 @@ class Buffer:
     def jobs(self) -> list[str]:
         return list(self._entries)
 
+    def entries(self) -> list[Entry]:
+        """(deadline, index, job) of every group."""
+        return list(self._entries.values())
+
     def add(self, job: str, index: int, deadline: int) -> None:
         entry = (deadline, index, job)
         if job in self._entries:

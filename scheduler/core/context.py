@@ -28,6 +28,7 @@ from scheduler.core.settings import CoreSettings
 from scheduler.core.state import Account, Agent, Counters, Policy, Run
 from scheduler.core.tables import Tables
 from scheduler.core.timers import Timers
+from scheduler.core.turnaround import Durations
 from scheduler.core.versions import VersionTree
 from transport.ids import Fence
 from transport.messages import DrainOrder, Item, Message, RewardSpec
@@ -156,7 +157,8 @@ class RunLive:
     submitters' jobs; ``flying`` are the training jobs in flight, ``families`` estimates by task
     family, ``bucket`` the tokens that may be spent now, ``absorbers`` what agents take on
     (``absorbing``), ``placed_s`` when a training job was placed last, ``fingerprint`` that of the
-    workflow's code on the agents that work for the run."""
+    workflow's code on the agents that work for the run, ``turnaround`` of its training jobs from
+    creation to accepted result."""
 
     policies: dict[str, str]
     trained: tuple[Policy, ...]
@@ -178,6 +180,7 @@ class RunLive:
     placed_s: float = 0.0
     fingerprint: str = ""
     source_started: bool = False
+    turnaround: Durations = field(default_factory=Durations)
 
 
 @dataclass(slots=True)

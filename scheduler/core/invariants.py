@@ -10,6 +10,7 @@ from scheduler.core.agent_states import may_work, shown
 from scheduler.core.context import Context
 from scheduler.core.invariants_life import check_life
 from scheduler.core.invariants_life import require as _require
+from scheduler.core.invariants_placement import check_placement
 from scheduler.core.state import OPEN_STATES, Job, Policy
 from transport.ids import job_of
 
@@ -28,6 +29,7 @@ def check(ctx: Context) -> None:
     _check_bodies(ctx)
     _check_runs(ctx)
     check_life(ctx)
+    check_placement(ctx)
 
 
 def _check_books(ctx: Context) -> None:

@@ -7,7 +7,8 @@ the times G, G + I, G + 2 I ... (G: the running step has to end and the batch to
 time from one to the next), each one optimizer step later than the one before. So a group that
 begins d steps behind the head and is back after t is used, in steps from now,
 
-    at the earliest   1 if a step is running, + the batches that go out before t
+    at the earliest   1 if a step is running, + the batches that go out before t (there must be
+                      groups for them)
     by its place      (r + min(f, q t)) / B, whole: r groups at hand (those of the running step
                       among them) and f in flight can be used no longer than it and go first;
                       q groups come back per second, B make a batch
@@ -64,7 +65,7 @@ class PolicyView(msgspec.Struct, frozen=True):
     how many come back per second (None: unknown), and whether it has been starved. ``earlier`` are
     ready groups and groups in flight that can be used no longer than one that begins 1, 2 ... steps
     behind the head. The next batch goes out in ``grant_s``, others every ``interval_s`` (None:
-    unknown); ``running``: a step is under way."""
+    unknown); ``running`` groups are in the step that is under way."""
 
     policy: str
     bound: int
@@ -77,7 +78,7 @@ class PolicyView(msgspec.Struct, frozen=True):
     earlier: tuple[tuple[int, int], ...] = ()
     grant_s: float = 0.0
     interval_s: float | None = None
-    running: bool = False
+    running: int = 0
 
 
 class JobView(msgspec.Struct, frozen=True):
@@ -166,26 +167,27 @@ class FinishTime:
         unused: Candidate | None = None
         for candidate in candidates:
             finish_s = expected_s(job, candidate)
-            excess = excess_lag(job, candidate, finish_s)
-            if excess is None:
+            if candidate.load == 0 and candidate.idle_s > PROBE_AFTER_S:
+                rested = unused is None or _rested(candidate) < _rested(unused)
+                unused = candidate if rested else unused
+            if best is not None and (finish_s, candidate.agent) >= (best_s, best.agent):
                 continue
-            if excess > 0:
+            excess = excess_lag(job, candidate, finish_s)
+            if excess == 0:
+                best, best_s = candidate, finish_s
+            elif excess is not None:
                 key = (excess, finish_s, candidate.agent, candidate)
                 last_resort = key if last_resort is None else min(last_resort, key, key=_by_name)
-                continue
-            if best is None or (finish_s, candidate.agent) < (best_s, best.agent):
-                best, best_s = candidate, finish_s
-            if (
-                candidate.load == 0
-                and candidate.idle_s > PROBE_AFTER_S
-                and (unused is None or _rested(candidate) < _rested(unused))
-            ):
-                unused = candidate
-        if best is not None and taken_on(job, best_s - best.wait_s) >= job.queued:
-            return None
         if best is None:
             return None if last_resort is None else _choice(job, last_resort[3], "starved")
-        if unused is not None and unused is not best and self._rng.random() < PROBE_SHARE:
+        if taken_on(job, best_s - best.wait_s) >= job.queued:
+            return None
+        if (
+            unused is not None
+            and unused is not best
+            and self._rng.random() < PROBE_SHARE
+            and excess_lag(job, unused, expected_s(job, unused)) == 0
+        ):
             return _choice(job, unused, "probe")
         if best.token_usd > 0.0:
             cheapest = _cheapest_near(job, candidates, best_s)
@@ -243,14 +245,15 @@ def make_rule(name: PlacementName, rng: "random.Random") -> PlacementRule:
 def soonest(job: JobView, candidates: Sequence[Candidate], reason: str) -> Choice | None:
     """The candidate that would be done first and stay fresh enough, whatever rule is in use:
     second attempts and recalls are not what the rules are compared by."""
-    best: tuple[float, str, Candidate] | None = None
+    best: Candidate | None = None
+    best_s = 0.0
     for candidate in candidates:
         finish_s = expected_s(job, candidate)
-        if excess_lag(job, candidate, finish_s) != 0:
+        if best is not None and (finish_s, candidate.agent) >= (best_s, best.agent):
             continue
-        if best is None or (finish_s, candidate.agent) < best[:2]:
-            best = (finish_s, candidate.agent, candidate)
-    return None if best is None else _choice(job, best[2], reason)
+        if excess_lag(job, candidate, finish_s) == 0:
+            best, best_s = candidate, finish_s
+    return None if best is None else _choice(job, best, reason)
 
 
 def expected_s(job: JobView, candidate: Candidate) -> float:
@@ -291,15 +294,25 @@ def steps_ahead(policy: PolicyView, lag: int, finish_s: float) -> int:
         return max(int(steps_meanwhile(policy, finish_s)), queue)
     late_s = finish_s - policy.grant_s
     grants = 0 if late_s <= 0.0 else 1 + int(late_s / policy.interval_s)
-    return max(grants + policy.running, queue)
+    at_hand = policy.ready - policy.running
+    grants = min(grants, int((at_hand + _back(policy, finish_s)) / policy.batch))
+    return max(grants + (policy.running > 0), queue)
 
 
 def steps_meanwhile(policy: PolicyView, time_s: float) -> float:
     """Steps that the trainer makes in so long: no more than it can, and has groups for."""
     if policy.busy_s is None:
         return 0.0
-    back = policy.in_flight if policy.rate is None else policy.rate * time_s
-    return min(time_s / max(policy.busy_s, 1e-6), (policy.ready + back) / policy.batch)
+    paced = time_s / max(policy.busy_s, 1e-6)
+    return min(paced, (policy.ready + _back(policy, time_s)) / policy.batch)
+
+
+def _back(policy: PolicyView, time_s: float) -> float:
+    """Groups that come back in so long. None if nothing is in flight, however many came lately:
+    else everything would be refused for the sake of groups that are refused like it."""
+    if policy.rate is None or not policy.in_flight:
+        return float(policy.in_flight)
+    return policy.rate * time_s
 
 
 def taken_on(job: JobView, finish_s: float) -> float:

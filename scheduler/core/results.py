@@ -149,6 +149,7 @@ def _accept(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None
     elif job.kind == "eval":
         _score(ctx, job, summary)
     else:
+        ctx.runs[job.run].turnaround.add(ctx.now - job.created_s)
         _route(ctx, job, summary)
     if job.id in ctx.tables.jobs:
         jobs.drop_if_over(ctx, job)

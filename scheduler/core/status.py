@@ -95,6 +95,8 @@ def _run(ctx: Context, run: Run, evaluations: list[Evaluation], dead_letters: in
         hedge_tokens=0 if spend is None else spend.hedge_tokens,
         external_open=0 if live is None else len(live.external),
         dead_letters=dead_letters,
+        turnaround_p50_s=None if live is None else live.turnaround.quantile(0.5),
+        turnaround_p95_s=None if live is None else live.turnaround.quantile(0.95),
     )
 
 

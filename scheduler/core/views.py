@@ -78,7 +78,7 @@ def _policy_view(ctx: Context, run: Run, id: str) -> PolicyView:
         in_flight=row.in_flight,
         grant_s=_next_grant_s(ctx, live, running, row.buffered, spec.batch_groups),
         interval_s=_interval_s(live),
-        running=running > 0,
+        running=running,
         earlier=_earlier(live, running, spec.max_policy_lag),
         rate=live.arrivals.per_s(ctx.now),
         starved=not (row.in_flight or row.buffered)

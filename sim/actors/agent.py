@@ -260,7 +260,10 @@ class AgentActor:
     # ---- attempts ------------------------------------------------------------------------------
 
     def _run_attempt(self, effect: do.RunAttempt) -> None:
-        self.engine.start(effect, self._draws.lengths(effect.offer))
+        lengths = self._draws.lengths(effect.offer)
+        if self._ledger.recorder is not None:
+            self._ledger.recorder.accepted(self.name, effect.offer, sum(lengths), effect.queued_s)
+        self.engine.start(effect, lengths)
 
     def _abort_attempt(self, effect: do.AbortAttempt) -> None:
         self.engine.abort(effect.attempt, effect.fence)
@@ -288,6 +291,8 @@ class AgentActor:
             # As the production shell measures it: waiting for a slot counts as generating.
             generating_s=self._kernel.now - group.started_s,
         )
+        if self._ledger.recorder is not None:
+            self._ledger.recorder.generated((offer.attempt, offer.fence), summary.digest)
         self.feed(on.GroupGenerated(attempt=offer.attempt, fence=offer.fence))
         life = self._incarnation
 
@@ -326,6 +331,8 @@ class AgentActor:
         size_bytes = sum(_modelled(plan, n).size_bytes for n in range(len(plan.steps)))
         digest = _modelled(plan, -1).digest
         self._fetching[policy] = (ticket, None, began_s)
+        if self._ledger.recorder is not None:
+            self._ledger.recorder.fetching(self.name, policy, plan.version, size_bytes)
 
         def current() -> bool:
             fetching = self._fetching.get(policy)
@@ -342,6 +349,8 @@ class AgentActor:
                 del self._fetching[policy]
                 took_s = self._kernel.now - began_s
                 self._staged[policy] = (plan.version, digest, size_bytes, took_s)
+                if self._ledger.recorder is not None:
+                    self._ledger.recorder.arrived(self.name, policy)
                 self.feed(on.PlanStaged(policy=policy, ticket=ticket))
 
         # The chunks are asked for: half a round trip passes before the first one leaves.
@@ -366,6 +375,8 @@ class AgentActor:
                 return
             self._copies[policy] = VersionRef(version=version, digest=digest)
             self.engine.versions[policy] = version
+            if self._ledger.recorder is not None:
+                self._ledger.recorder.swapped(self.name, policy, version)
             self.feed(
                 on.WeightsSwapped(
                     policy=policy,

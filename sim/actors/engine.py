@@ -94,12 +94,14 @@ class Engine:
         self._waiting.extend(_Sequence(group, tokens) for tokens in lengths)
         self._fill()
 
-    def abort(self, attempt: str, fence: Fence) -> None:
+    def abort(self, attempt: str, fence: Fence, outcome: str = "stopped") -> None:
         """Stop a group, if it still runs."""
         group = self._groups.pop((attempt, fence), None)
         if group is None:
             return
         group.stopped = True
+        if self._ledger.recorder is not None:
+            self._ledger.recorder.stopped((attempt, fence), outcome)
         drawn = sum(group.lengths) - sum(s.tokens for s in self._waiting if s.group is group)
         drawn -= sum(sequence.tokens for sequence in group.running)
         for sequence in group.running:
@@ -112,8 +114,14 @@ class Engine:
     def stop(self) -> None:
         """The process has died."""
         for attempt, fence in tuple(self._groups):
-            self.abort(attempt, fence)
+            self.abort(attempt, fence, "lost")
         self.versions.clear()
+
+    def slot_seconds(self) -> float:
+        """``busy_s`` with what the running sequences have had so far."""
+        engine_s = self._kernel.now - self._paused_s
+        running = (s for group in self._groups.values() for s in group.running)
+        return self.busy_s + sum(engine_s - sequence.started_s for sequence in running)
 
     def pause(self, pause_s: float) -> None:
         """Nothing is drawn for so long."""
@@ -126,6 +134,8 @@ class Engine:
             group = sequence.group
             if not group.oldest:
                 group.oldest = {p: self.versions[p] for p in group.offer.policies.values()}
+                if self._ledger.recorder is not None:
+                    self._ledger.recorder.began((group.offer.attempt, group.offer.fence))
             self.running += 1
             group.running[sequence] = None
             sequence.started_s = now - self._paused_s

@@ -24,12 +24,14 @@ from sim.network import Network
 from sim.workload import make_items
 from transport.messages import CommandReply, Message, RunSubmit
 from transport.runs import RunSpec
+from transport.status import StepStatus
 
 FromPeer = Callable[[str, Message], Event]
 
 
 class SchedulerActor:
-    """One scheduler. ``ended`` maps runs to the reason with which they finished; ``recorded`` takes
+    """One scheduler. ``ended`` maps runs to the reason with which they finished; ``steps`` are those
+    that the core recorded, as the daemon writes them to ``metrics.jsonl``; ``recorded`` takes
     all events with their times, unless it is None."""
 
     def __init__(
@@ -50,6 +52,7 @@ class SchedulerActor:
             now=kernel.now,
         )
         self.ended: dict[str, str] = {}
+        self.steps: list[StepStatus] = []
         self.recorded: list[tuple[Event, float]] | None = None
         self.handled = 0
         self._kernel = kernel
@@ -98,10 +101,12 @@ class SchedulerActor:
                 self._kernel.after(self._items_s, self._produced, effect)
             case do.Reply(message=message):
                 self._replies.append(message)
+            case do.RecordStep(step=step):
+                self.steps.append(step)
             case do.RunEnded(run=run, reason=reason):
                 self.ended[run] = reason
             case _:
-                pass  # task sources start and stop at once; records are the ledger's
+                pass  # task sources start and stop at once
 
     def _produced(self, asked: Any) -> None:
         items = make_items(asked.start, asked.count)

@@ -2,7 +2,7 @@
 keep their promises (durable before acknowledged, announced until accepted), in memory.
 """
 
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -35,6 +35,9 @@ from transport.messages import (
     WeightsPlan,
     WeightsRequest,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ANNOUNCE_AGAIN_S: Final = 5.0
 _REST_OF_MANIFEST: Final = b"\0" * 8192
@@ -127,6 +130,8 @@ class TrajectoryLogActor:
         if summary.digest not in self.bodies:
             self.bodies[summary.digest] = body
             self._ledger.turnaround_s.append(self._kernel.now - body.accepted_s)
+            if self._ledger.recorder is not None:
+                self._ledger.recorder.stored(summary.digest)
             self._announce((summary.digest,))
         ack = TrajectoryAck(attempt=summary.attempt, digest=summary.digest)
         self._network.send(LOG, agent, ack)
@@ -166,6 +171,8 @@ class WeightStoreActor:
         self._workload = workload
         self._versions: dict[str, dict[int, _Stored]] = {}
         self._newest: dict[str, int] = {}
+        self.on_durable: "Callable[[str, int, int], None] | None" = None
+        """Called with policy, version and step of each version that has become durable."""
         self._standing: dict[tuple[str, str], WeightsRequest] = {}
         self._taking: dict[tuple[str, int], None] = {}
         self._again = Alarm(kernel, self._announce_again)
@@ -215,6 +222,8 @@ class WeightStoreActor:
     def _durable(self, taken: tuple[str, ModelledVersion]) -> None:
         trainer, version = taken
         del self._taking[version.policy, version.version]
+        if self.on_durable is not None:
+            self.on_durable(version.policy, version.version, version.step)
         self._keep(version)
         durable = VersionDurable(policy=version.policy, version=version.version)
         self._network.send(STORE, trainer, durable)

@@ -191,6 +191,7 @@ class TrainerActor:
 
     def _run_step(self, effect: do.RunStep) -> None:
         life = self._incarnation
+        began_s = self._kernel.now
 
         def done(_: object) -> None:
             if not self.alive or self._incarnation != life:
@@ -203,6 +204,8 @@ class TrainerActor:
             self._used.append((effect.step, tuple(ref.digest for ref in effect.groups)))
             steps = self._ledger.steps.setdefault(self.policy, [])
             steps.append(Step(effect.step, self._kernel.now, tuple(lags)))
+            if self._ledger.recorder is not None:
+                self._ledger.recorder.step_made(self.policy, effect.step, began_s, lags)
             self.feed(on.StepFinished(step=effect.step))
 
         self._kernel.after(self._train_s, done)

@@ -40,6 +40,8 @@ class SchedulerWorld(RuleBasedStateMachine):
         shortlist=st.sampled_from([1, 64]),
         republish=st.booleans(),
         max_attempts=st.sampled_from([1, 50]),
+        hedge=st.sampled_from([0.0, 1.0]),
+        quota=st.sampled_from([{}, {"max_sequences_in_flight": 2}, {"tokens_per_minute": 600}]),
         seed=st.integers(0, 3),
     )
     def start(
@@ -54,6 +56,8 @@ class SchedulerWorld(RuleBasedStateMachine):
         shortlist,
         republish,
         max_attempts,
+        hedge,
+        quota,
         seed,
     ) -> None:
         spec = make_run(
@@ -62,6 +66,8 @@ class SchedulerWorld(RuleBasedStateMachine):
             workflow={"group_size": group},
             evaluation=evaluation,
             max_attempts=max_attempts,
+            hedge_share=hedge,
+            **quota,
         )
         self.world = PeopleWorld(
             spec,

@@ -31,6 +31,7 @@ from transport.messages import (
     HelloRequired,
     HostedPolicies,
     LeaseOffer,
+    LeaseRecall,
     LeaseReply,
     LeaseRevoke,
     Message,
@@ -164,9 +165,26 @@ class World(LinkedWorld):
                 self._offered(agent, message)
             case LeaseRevoke(attempt=id):
                 agent.held.pop(id, None)
+            case LeaseRecall():
+                self._recalled(agent, message)
             case HeartbeatReply(unknown=unknown):
                 for id in unknown:
                     agent.held.pop(id, None)
+
+    def _recalled(self, agent: Agent, recall: LeaseRecall) -> None:
+        held = agent.held.get(recall.attempt)
+        if held is None or held.offer.fence != recall.fence:
+            return
+        begun = bool(held.first) or held.summary is not None
+        if not begun:
+            del agent.held[recall.attempt]
+        reply = LeaseReply(
+            attempt=recall.attempt,
+            fence=recall.fence,
+            accepted=begun,
+            reason="" if begun else "recalled",
+        )
+        self._say(agent.name, reply)
 
     def _offered(self, agent: Agent, offer: LeaseOffer) -> None:
         reason = ""

@@ -13,6 +13,7 @@ from typing import Any
 import click
 import msgspec
 from golden_jobs import JOB_SAMPLES
+from golden_partials import PARTIAL_SAMPLES
 from golden_values import (
     ATTEMPT,
     DIGEST,
@@ -123,6 +124,7 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
     ),
     (
         Welcome(
+            incarnation=3,
             term=3,
             heartbeat_s=2.0,
             lost_after_s=12.0,
@@ -135,7 +137,7 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
         ),
         (),
     ),
-    (Refuse(code="protocol.version", message="speak version 1", retry_s=5.0), ()),
+    (Refuse(code="protocol.version", message="speak version 1", retry_s=5.0, incarnation=3), ()),
     (HelloRequired(), ()),
     (Ping(sequence=9, sent_s=100.5), ()),
     (Pong(sequence=9, sent_s=100.5), ()),
@@ -297,6 +299,7 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
     ),
     (Chunk(digest=DIGEST, index=300, part_bytes=65536), (b"\x00\xff" * 8,)),
     *JOB_SAMPLES,
+    *PARTIAL_SAMPLES,
 )
 
 SAMPLES += (

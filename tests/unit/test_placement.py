@@ -136,10 +136,18 @@ def test_a_group_that_would_be_too_old_when_trained_on_is_refused(
     [(0, 20.0, True), (1, 20.0, False), (0, 30.0, False), (1, 5.0, True), (2, 5.0, False)],
 )
 def test_batches_that_go_out_before_a_group_is_back_count(rule, lag, finish_s, accepted):
-    policy = make_policy(bound=2, batch=64, grant_s=9.0, interval_s=15.0, running=True)
+    crowd = {"ready": 64, "running": 64, "in_flight": 100, "rate": 5.0}
+    policy = make_policy(bound=2, batch=64, grant_s=9.0, interval_s=15.0, **crowd)
     job = make_job(policy, tokens_longest=0.0, tokens_typical=0.0)
     candidate = make_candidate(rtt_s=finish_s, lags=(lag,))
     assert (chosen(rule, job, candidate) is not None) is accepted
+
+
+def test_a_batch_that_lacks_groups_does_not_go_out_without_them(rule):
+    """Nothing is in flight, one group is missing, the bound is 0: it may take as long as it does."""
+    alone = {"ready": 63, "rate": 5.0, "grant_s": 1.0, "interval_s": 2.0}
+    policy = make_policy(bound=0, batch=64, **alone)
+    assert chosen(rule, make_job(policy), make_candidate(rtt_s=1e6)) == "a"
 
 
 def test_only_groups_with_no_more_time_go_before_one_that_begins_behind_the_head(rule):

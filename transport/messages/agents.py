@@ -93,7 +93,8 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartialRef(msgspec.Struct, frozen=True, kw_only=True):
-    """Finished turns of an earlier attempt of the job, in the trajectory log under ``digest``."""
+    """Finished turns of an earlier attempt of the job, in the trajectory log under ``digest``:
+    ``turns`` of all siblings together."""
 
     digest: str
     turns: int

@@ -1,6 +1,9 @@
 """Control plane: the scheduler's own trajectory log and weight store."""
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from transport.ids import Fence
 from transport.messages.base import Count, Id, Message
@@ -62,3 +65,25 @@ class VersionStored(Message, frozen=True, kw_only=True):
 class VersionAccepted(Message, frozen=True, kw_only=True):
     policy: str
     version: int
+
+
+class PartialSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Finished turns of an attempt that still runs. ``turns`` counts those of all its siblings and
+    only grows; ``oldest`` gives per policy id the oldest version that drew a token; ``agent`` is
+    filled in by the trajectory log from the key of the link."""
+
+    attempt: Id
+    fence: Fence
+    job: Id
+    turns: Count
+    digest: Id
+    size_bytes: Count
+    oldest: Annotated[dict[Id, Count], Meta(max_length=32)]
+    agent: Id = ""
+
+
+class PartialStored(Message, frozen=True, kw_only=True):
+    """The newest finished turns of these attempts are durable in the log; those of the same attempt
+    that were announced before are not there any more. Announced once per connection."""
+
+    partials: Annotated[tuple[PartialSummary, ...], Meta(max_length=4096)]

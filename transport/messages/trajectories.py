@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from transport.messages.base import Count, Id, Message
-from transport.messages.services import GroupSummary
+from transport.messages.services import GroupSummary, PartialSummary
 
 
 class TrajectoryPut(Message, frozen=True, kw_only=True):
@@ -37,6 +37,8 @@ class TrajectoryRefused(Message, frozen=True, kw_only=True):
 
 
 class BodyRequest(Message, frozen=True, kw_only=True):
+    """Trainers and submitters get bodies of results, agents finished turns, and nothing else."""
+
     digests: tuple[Id, ...]
 
 
@@ -74,3 +76,29 @@ class TrajectoryAcks(Message, frozen=True, kw_only=True):
     """All of these bodies are durable; the agent may forget them."""
 
     bodies: tuple[BodyRef, ...]
+
+
+class PartialPut(Message, frozen=True, kw_only=True):
+    """Payload: one frame, the packed turns (``transport.partials``). The newest of an attempt
+    replaces the ones before. Answered with ``PartialAck``."""
+
+    partial: PartialSummary
+
+
+class PartialOffer(Message, frozen=True, kw_only=True):
+    """Turns that are too large for one frame: the log asks for their chunks as for a body's."""
+
+    partial: PartialSummary
+    chunk_bytes: Count
+    chunk_digests: Annotated[
+        tuple[Annotated[bytes, Meta(max_length=32)], ...], Meta(max_length=4096)
+    ]
+
+
+class PartialAck(Message, frozen=True, kw_only=True):
+    """The log is done with these turns: ``kept``, or there was no room and they are dropped. The
+    agent may send the next ones of the attempt."""
+
+    attempt: str
+    digest: str
+    kept: bool

@@ -1,0 +1,226 @@
+"""A scenario of the simulator as the file, model and items of a deployment on this machine.
+
+What always holds: agents get the scenario's slots, rates, service times and links of that seed; jobs
+have the seeds that they have in the simulator, and with the fake engine so do the sequences' lengths
+(``[agent.fake] lengths_by = "place"``); what cannot be emulated is refused by its key. The delta of
+a version is made as large as the scenario says by measuring the codec on the very model
+(``changed_share``); a share of cells that changes by one unit in the last place codes to 10 % of
+the model at most, a scenario that wants more is refused.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from cloud_trainer.config import PublicationTable
+from cloud_trainer.emulated_trainer import EmulatedTrainer
+from sim.scenario import MBIT, AgentPlan, Scenario
+from sim.workload import make_items
+from transport.errors import ConfigError
+from transport.weights.folder import read_model_folder, write_model_folder
+from transport.weights.publication import build_delta_version
+from transport.weights.segments import CodecSettings
+from transport.weights.tensors import TensorBytes
+
+ITEMS: Final = 1000
+TENSOR_CELLS: Final = 1 << 18
+UNLIMITED_MBIT: Final = 1e5
+"""From here on a link without delay is none: the agent connects directly."""
+
+_MOST_SHARE: Final = 2 / 3
+"""Of cells: unchanged, up and down are then equally likely, no share codes to more."""
+_BISECTIONS: Final = 8
+
+
+def write_emulation(
+    scenario: Scenario,
+    folder: Path,
+    *,
+    seed: int,
+    placement: str,
+    engine: str,
+    model: Path | None = None,
+) -> Path:
+    """Write model, items and ``emulation.toml`` into the new ``folder``; returns the file.
+
+    Raises:
+        ConfigError: the scenario has something that cannot be emulated; names the key.
+    """
+    folder.mkdir(parents=True)
+    if model is None:
+        model = make_model(folder / "model", scenario.workload.full_bytes)
+    share = changed_share(model, scenario.workload.delta_bytes)
+    write_items(folder / "items.jsonl", scenario.workload.prompt_tokens)
+    plans = scenario.fleet(seed)
+    tables = _tables(scenario, plans, seed, placement, engine, model.resolve(), share)
+    path = folder / "emulation.toml"
+    path.write_text(toml_text(tables), encoding="utf-8")
+    return path
+
+
+def make_model(folder: Path, full_bytes: int) -> Path:
+    """A model folder of about ``full_bytes`` of BF16 noise, which only ``emulated`` trains."""
+    rng = np.random.default_rng(1)
+    tensors: dict[str, TensorBytes] = {}
+    left = max(1, full_bytes // 2)
+    while left:
+        count = min(left, TENSOR_CELLS)
+        values = (rng.standard_normal(count, np.float32) * np.float32(0.02)).view(np.uint32)
+        cells = (values >> np.uint32(16)).astype("<u2")
+        tensors[f"layers.{len(tensors):05d}.weight"] = TensorBytes(
+            "BF16", (count,), cells.tobytes()
+        )
+        left -= count
+    write_model_folder(folder, tensors, {"config.json": b'{"model_type": "farflow-emulated"}'})
+    return folder
+
+
+def changed_share(model: Path, delta_bytes: int) -> float:
+    """The share of cells whose change makes a delta file of ``delta_bytes``, within 2 %, or what
+    remains of it when even an empty one is larger.
+
+    Raises:
+        ConfigError: no share does.
+    """
+    low, high = 0.0, _MOST_SHARE
+    if delta_size_bytes(model, high) < delta_bytes:
+        raise ConfigError(
+            f"workload.delta_bytes: {delta_bytes} is more than the emulated trainer can make of a "
+            f"model of full_bytes = {full_bytes(model)} (about 10 %); raise full_bytes"
+        )
+    share = 0.0
+    for _ in range(_BISECTIONS):
+        share = (low + high) / 2
+        size_bytes = delta_size_bytes(model, share)
+        if math.isclose(size_bytes, delta_bytes, rel_tol=0.02):
+            break
+        low, high = (share, high) if size_bytes < delta_bytes else (low, share)
+    return share
+
+
+def delta_size_bytes(model: Path, share: float) -> int:
+    """Size of the delta file of one step of the emulated trainer, coded as trainers code it."""
+    table = PublicationTable()
+    trainer = EmulatedTrainer({"step_s": 0.0, "changed_share": share})
+    trainer.load(model)
+    before = trainer.published_state()
+    trainer.step(())
+    publication = build_delta_version(
+        before,
+        trainer.published_state(),
+        run="measure",
+        policy="measure/policy",
+        version=1,
+        parent=0,
+        step=1,
+        created_wall_s=0.0,
+        settings=CodecSettings(coder=table.coder, link_bytes_s=table.link_bits_per_s / 8),
+    )
+    return sum(entry.size_bytes for entry in publication.manifest.files)
+
+
+def full_bytes(model: Path) -> int:
+    return sum(len(tensor.data) for tensor in read_model_folder(model).values())
+
+
+def write_items(path: Path, prompt_characters: int) -> None:
+    """Sums in prompts of the simulator's size (a token of the fake engine is a character)."""
+    lines = []
+    for number, item in enumerate(make_items(0, ITEMS)):
+        total = f"{number} + {number % 7} ="
+        prompt = item.prompt[: max(0, prompt_characters - len(total) - 1)]
+        answer = str(number + number % 7)
+        lines.append(json.dumps({"prompt": f"{prompt} {total}", "answer": answer}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _tables(
+    scenario: Scenario,
+    plans: list[AgentPlan],
+    seed: int,
+    placement: str,
+    engine: str,
+    model: Path,
+    share: float,
+) -> dict[str, Any]:
+    spec, workload = scenario.run_spec(), scenario.workload
+    topology = scenario.topology()
+    tables: dict[str, Any] = {
+        "run": {"name": spec.name, "seed": spec.seed},
+        "task": {
+            "source": "jsonl",
+            "path": "items.jsonl",
+            "reward": "exact",
+            "held_out_one_in": 1000,
+        },
+        "workflow": {
+            "reference": spec.workflow.reference,
+            "policies": list(spec.workflow.policies),
+            "group_size": spec.workflow.group_size,
+            "max_new_tokens": spec.workflow.max_new_tokens,
+        },
+        "scheduler": {**scenario.scheduler, "placement": placement},
+        "agent": {"engine": engine, "drain_s": 1.0},
+        "local": {"start_s": 60.0, "stop_s": 5.0, "settle_s": 1.0},
+    }
+    for name, shape in scenario.policies.items():
+        policy = spec.policies[name]
+        tables[f"policies.{name}"] = {
+            "model": str(model),
+            "trainer": "emulated",
+            "steps": policy.steps,
+            "batch_groups": policy.batch_groups,
+            "max_policy_lag": policy.max_policy_lag,
+            "checkpoint_every": policy.checkpoint_every,
+        }
+        tables[f"policies.{name}.settings"] = {
+            "step_s": workload.train_s if shape.train_s is None else shape.train_s,
+            "changed_share": share,
+        }
+    models = {name: str(model) for name in scenario.policies}
+    for plan in plans:
+        rtt_s = topology.rtt_s(scenario.cloud, plan.site)
+        unlimited = rtt_s == 0.0 and min(plan.up, plan.down) / MBIT >= UNLIMITED_MBIT
+        if not unlimited:
+            tables[f"links.{plan.name}"] = {
+                "rtt": f"{rtt_s * 1e3:g}ms",
+                "rate_up": f"{plan.up / MBIT:g}Mbit/s",
+                "rate_down": f"{plan.down / MBIT:g}Mbit/s",
+                # The simulator's is one way around the mean plus as much again.
+                "jitter": f"{topology.jitter_s * 1e3:g}ms",
+            }
+        tables[f"local.agents.{plan.name}"] = {
+            "link": "local" if unlimited else plan.name,
+            "slots": plan.slots,
+            "hardware": plan.hardware,
+        }
+        tables[f"local.agents.{plan.name}.local_models"] = models
+        tables[f"local.agents.{plan.name}.fake"] = {
+            "lengths_by": "place",
+            "tokens_per_s": plan.tokens_per_s,
+            "first_token_s": workload.first_token_s,
+            "mean_tokens": workload.mean_tokens,
+            "cv_tokens": workload.cv_tokens,
+        }
+    return tables
+
+
+def toml_text(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables by their dotted name, of keys that need no quotes, with texts, numbers and lists of
+    them, or tables of texts."""
+    lines: list[str] = []
+    for name, table in tables.items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {_value(value)}" for key, value in table.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_value(v)}" for key, v in value.items()) + " }"
+    return json.dumps(value)
