@@ -28,6 +28,7 @@ from bench import report
 from bench.report import Row
 from bench.toy import Running, counts, running, write_toy
 from transport.errors import FarflowError
+from transport.runtime.logs import configure_logging
 from transport.runtime.processes import RestartPolicy
 
 AGENTS = ("near", "far", "edge")
@@ -213,6 +214,7 @@ def rows(tally: Tally) -> list[Row]:
 
 
 def measure(faults: int, seed: int) -> list[Row]:
+    configure_logging("error", component="chaos")
     with tempfile.TemporaryDirectory(prefix="farflow-chaos-") as folder:
         said = asyncio.run(
             chaos(Path(folder), faults, seed, lambda text: print(text, file=sys.stderr))

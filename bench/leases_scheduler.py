@@ -11,8 +11,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from scheduler import daemon, trajectory_log, weight_store
+from scheduler import daemon
 from scheduler.config import SchedulerConfig
+from scheduler.core.settings import TRAJECTORY_LOG, WEIGHT_STORE
 from transport.runtime.daemon_cli import daemon_command
 
 
@@ -23,7 +24,7 @@ class NoServices:
         pass
 
     async def ports(self) -> dict[str, int]:
-        return {trajectory_log.NAME: 0, weight_store.NAME: 0}
+        return {TRAJECTORY_LOG: 0, WEIGHT_STORE: 0}
 
     def parts(self) -> dict[str, Coroutine[Any, Any, None]]:
         return {"no-services": _for_ever()}

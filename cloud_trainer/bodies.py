@@ -11,7 +11,8 @@ from typing import NamedTuple
 from cloud_trainer.core.events import BodyChecked
 from cloud_trainer.trainer import TrainingSequence
 from transport.errors import IntegrityError, ProtocolError
-from transport.trajectory import MAX_SEQUENCES, TrajectoryGroup, body_digest, expand, unpack
+from transport.summaries import MAX_SEQUENCES
+from transport.trajectory import TrajectoryGroup, body_digest, expand, unpack
 
 MAX_GROUP_TOKENS = 2**23
 """Of all siblings of a group, each with its prompt."""

@@ -82,9 +82,7 @@ class EmulatedTrainer:
         rng = np.random.Generator(np.random.Philox(key=[self.settings.seed, self.step_count]))
         share = np.float32(self.settings.changed_share)
         for cells in self._cells.values():
-            np.bitwise_xor(
-                cells, 1, out=cells, where=rng.random(cells.size, np.float32) < share
-            )
+            np.bitwise_xor(cells, 1, out=cells, where=rng.random(cells.size, np.float32) < share)
         self.step_count += 1
         rewards = [sequence.reward for group in groups for sequence in group]
         tokens = sum(sum(sequence.loss_mask) for group in groups for sequence in group)

@@ -31,7 +31,8 @@ from transport.errors import FarflowError, SizeLimitExceeded
 from transport.ids import Fence
 from transport.messages import GroupSummary, Item, LeaseOffer
 from transport.runtime.clock import Clock
-from transport.trajectory import MAX_PACKED_BYTES, TrajectoryGroup, pack, summarise
+from transport.summaries import MAX_PACKED_BYTES
+from transport.trajectory import TrajectoryGroup, pack, summarise
 
 _log = structlog.get_logger()
 

@@ -24,7 +24,7 @@ from transport.messages import (
     Plane,
 )
 from transport.plane_links import PlaneLinks
-from transport.trajectory import WHOLE_BODY_BYTES
+from transport.summaries import WHOLE_BODY_BYTES
 from transport.weights.manifest import chunk_digest
 
 MAX_HELD_BYTES: Final = 64 * 2**20

@@ -27,7 +27,8 @@ from transport.runtime.files import (
     remove_temporaries,
     store_errors,
 )
-from transport.trajectory import MAX_PACKED_BYTES, body_digest
+from transport.summaries import MAX_PACKED_BYTES
+from transport.trajectory import body_digest
 from transport.weights.manifest import chunk_digest
 
 _MAGIC = b"fsp1"

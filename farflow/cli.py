@@ -43,7 +43,7 @@ _COMMANDS = {
     "agent": ("edge_agent.cli:agent_group", "The edge agent."),
     "trainer": ("cloud_trainer.cli:trainer_group", "The trainer of one policy."),
     "relay": ("transport.relay_cli:relay_group", "The relay of a region's agents."),
-    "sim": ("sim.cli:sim_group", "Emulated links and simulation."),
+    "sim": ("farflow.emulate_command:sim_group", "Emulated links and simulation."),
 }
 
 

@@ -37,7 +37,7 @@ from transport.fair_sender import FairSender
 from transport.messages import Chunk, ChunkRequest, GroupSummary, OfferedBody
 from transport.plane_hub import PlaneHub
 from transport.runtime.clock import Clock
-from transport.trajectory import summary_fault
+from transport.summaries import summary_fault
 from transport.weights.blobs import BlobFolder
 from transport.weights.tensors import Buffer
 

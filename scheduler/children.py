@@ -15,8 +15,8 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from scheduler import trajectory_log, weight_store
 from scheduler.config import SchedulerConfig
+from scheduler.core.settings import TRAJECTORY_LOG, WEIGHT_STORE
 from transport.runtime.files import store_errors
 from transport.runtime.processes import ChildProcess, ChildSpec, RestartPolicy, supervise
 from transport.runtime.shutdown import ShutdownSignal
@@ -28,8 +28,8 @@ GRACE_S: Final = 10.0
 RESTARTS: Final = RestartPolicy(first_delay_s=0.2, max_delay_s=10.0, max_restarts=20)
 
 _MODULES: Final = {
-    trajectory_log.NAME: "scheduler.trajectory_log",
-    weight_store.NAME: "scheduler.weight_store",
+    TRAJECTORY_LOG: "scheduler.trajectory_log",
+    WEIGHT_STORE: "scheduler.weight_store",
 }
 _log = structlog.get_logger()
 

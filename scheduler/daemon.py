@@ -16,7 +16,6 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from scheduler import trajectory_log, weight_store
 from scheduler.alerts import Alerts
 from scheduler.autoscaler import Autoscaler
 from scheduler.build import build_id
@@ -35,7 +34,7 @@ from scheduler.core.effects import (
     StopTaskSource,
 )
 from scheduler.core.machine import SchedulerCore
-from scheduler.core.settings import CoreSettings
+from scheduler.core.settings import TRAJECTORY_LOG, WEIGHT_STORE, CoreSettings
 from scheduler.decider import Decider
 from scheduler.enrolment import Enrolment
 from scheduler.event_log import EventLog, EventLogStart
@@ -178,7 +177,7 @@ class _Daemon:
         )
         self._alerts = Alerts(
             folder,
-            folder / trajectory_log.NAME / "bodies",
+            folder / TRAJECTORY_LOG / "bodies",
             config.scheduler.trajectory_disk_bytes,
             now=self._decider.now,
             lag_s=lambda: self._decider.loop_lag_s,
@@ -293,8 +292,8 @@ class _Daemon:
         ports = await services.ports()
         facts = {
             "control": self._hub.port,
-            "trajectories": ports[trajectory_log.NAME],
-            "weights": ports[weight_store.NAME],
+            "trajectories": ports[TRAJECTORY_LOG],
+            "weights": ports[WEIGHT_STORE],
         }
         self._ports = facts
         _log.info("scheduler.ready", **facts)

@@ -39,7 +39,7 @@ import msgspec
 from transport.errors import StoreError
 from transport.messages import GroupSummary
 from transport.runtime.files import fsync_dir, private_dir, store_errors
-from transport.trajectory import MAX_SUMMARY_BYTES
+from transport.summaries import MAX_SUMMARY_BYTES
 
 MAGIC: Final = b"fftr"
 _START: Final = struct.Struct("<4sIII")

@@ -8,7 +8,7 @@ body until it has the summary in its own store; a summary says which agent's key
 the agent wrote, and keeps the bounds of ``summary_fault``: one that does not (an older farflow
 stored it) is dropped; a body that is already there is acknowledged again and stored once; when the
 disk bound is reached nothing is acknowledged, so that agents keep their spools. Bodies are not
-unpacked here.
+unpacked here. Finished turns of running attempts are kept apart (``scheduler.partials``).
 
 What waits for the disk is bounded; beyond that no more is received, and the agents' links fill up.
 """
@@ -25,6 +25,8 @@ import structlog
 from scheduler.announcements import ANNOUNCE_AGAIN_S, Announcements
 from scheduler.body_intake import BodyIntake
 from scheduler.config import SchedulerConfig
+from scheduler.core.settings import TRAJECTORY_LOG
+from scheduler.partials import Partials
 from scheduler.segments import BodyStore, Outcome
 from scheduler.service import Surroundings, Worker, run_service
 from scheduler.service_main import service_command
@@ -51,9 +53,8 @@ from transport.messages import (
 )
 from transport.plane_hub import Arrival
 from transport.runtime.clock import Clock
-from transport.trajectory import body_digest, summary_fault
-
-NAME: Final = "trajectory-log"
+from transport.summaries import summary_fault
+from transport.trajectory import body_digest
 
 MAX_PENDING_BYTES: Final = 128 * 2**20
 """Received and not yet on disk."""
@@ -120,6 +121,7 @@ class TrajectoryLog:
             has_room=self._store.fits,
             queued=self._look_at_room,
         )
+        self._partials = Partials(surroundings.folder, self._hub, self._clock, surroundings.tell)
         self._full = False
         self._to_accept: list[str] = []
         self._to_release: dict[str, None] = {}
@@ -142,6 +144,8 @@ class TrajectoryLog:
     # ---- what arrives -------------------------------------------------------------------------
 
     def arrived(self, arrival: Arrival) -> None:
+        if self._partials.took(arrival):
+            return
         match arrival.message:
             case TrajectoryPut():
                 self._put(arrival, arrival.message)
@@ -160,6 +164,7 @@ class TrajectoryLog:
 
     def welcomed(self) -> None:
         self._announcements.start_again()
+        self._partials.announce_again()
 
     def from_scheduler(self, message: Message) -> None:
         match message:
@@ -236,10 +241,12 @@ class TrajectoryLog:
             "announcements": self._announce_again(),
             "writer": self._write(),
             **self._intake.parts(),
+            **self._partials.parts(),
         }
 
     async def close(self) -> None:
         await self._intake.close()
+        await self._partials.close()
         await asyncio.to_thread(self._writer.close)
         await asyncio.to_thread(self._reader.close)
         self._store.close()
@@ -302,6 +309,7 @@ class TrajectoryLog:
         if outcome is Outcome.STORED:
             self._full = False
             self._announcements.add(summary)
+            self._partials.over(summary.agent, summary.attempt)
         return True
 
     def _acknowledge(self, route: bytes, refs: Sequence[BodyRef]) -> None:
@@ -312,6 +320,7 @@ class TrajectoryLog:
     async def _release(self, digests: Sequence[str]) -> None:
         for digest in digests:
             self._announcements.forget(digest)
+        self._partials.release(digests)
         gone = await self._writer.run(self._store.release, digests)
         for first in range(0, len(gone), 1024):
             self._tell(BodiesGone(digests=tuple(gone[first : first + 1024])))
@@ -370,7 +379,7 @@ async def serve(
 ) -> int:
     """Run the trajectory log until ``stop``; see ``run_service``."""
     return await run_service(
-        NAME,
+        TRAJECTORY_LOG,
         Plane.TRAJECTORIES,
         config,
         TrajectoryLog,
@@ -384,4 +393,4 @@ async def serve(
 
 
 if __name__ == "__main__":
-    service_command(NAME, serve)()
+    service_command(TRAJECTORY_LOG, serve)()

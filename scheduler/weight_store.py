@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 from scheduler.config import SchedulerConfig
+from scheduler.core.settings import WEIGHT_STORE
 from scheduler.service import Surroundings, Worker, run_service
 from scheduler.service_main import service_command
 from scheduler.weight_http import weight_http
@@ -47,8 +48,6 @@ from transport.plane_hub import Arrival
 from transport.runtime.clock import Clock
 from transport.runtime.files import private_dir
 from transport.weights.manifest import VersionManifest
-
-NAME: Final = "weight-store"
 
 CACHE_BYTES: Final = 64 * 2**20
 """Chunks read lately: agents fetch the same version at about the same time."""
@@ -300,7 +299,7 @@ async def serve(
 ) -> int:
     """Run the weight store until ``stop``; see ``run_service``."""
     return await run_service(
-        NAME,
+        WEIGHT_STORE,
         Plane.WEIGHTS,
         config,
         WeightStore,
@@ -314,4 +313,4 @@ async def serve(
 
 
 if __name__ == "__main__":
-    service_command(NAME, serve)()
+    service_command(WEIGHT_STORE, serve)()

@@ -18,18 +18,21 @@ UNLIMITED: Final = 1e15
 
 
 class Pipe:
-    """A link in one direction; ``rate`` in bytes per second, ``scale`` 0 while it is out."""
+    """A link in one direction; ``rate`` in bytes per second, ``scale`` 0 while it is out,
+    ``drift`` what the time of day makes of it."""
 
-    __slots__ = ("name", "rate", "scale")
+    __slots__ = ("drift", "name", "rate", "scale")
 
     def __init__(self, name: str, rate: float) -> None:
         self.name = name
         self.rate = rate
         self.scale = 1.0
+        self.drift = 1.0
 
     @property
     def capacity(self) -> float:
-        return self.rate * self.scale
+        """Bytes per second at present."""
+        return self.rate * self.scale * self.drift
 
 
 def max_min(paths: Sequence[Sequence[Pipe]], bounds: Sequence[float]) -> list[float]:

@@ -1,23 +1,24 @@
 """Messages and bulk transfers between hosts, in virtual time.
 
-A message takes half a round trip, its bytes at the slower of both access links, and jitter; what
-one host says to another arrives in the order in which it was said. Its size is that of the real
-codec's frames. Anything larger than ``FLUID_BYTES``, and every ``transfer``, shares the links:
-rates of all transfers under way are max-min fair (``fair_share``) and change only when one begins,
-ends, or a link does; a transfer has arrived half a round trip after its last byte left.
+A message takes the path's delay, its bytes at the slower of both access links, and jitter; what one
+host says to another arrives in the order in which it was said. Its size is that of the real codec's
+frames. Anything larger than ``FLUID_BYTES``, and every ``transfer``, shares the links (``flows``);
+it has arrived one delay after its last byte left. What paths are like comes from ``links``.
 
 What always holds: a message is delivered once or, when a host was cut off or its connection was
-renewed meanwhile, not at all; a transfer through a host that is cut off waits; every byte that
-arrives was counted when it left. Small messages do not slow each other or transfers down.
-
-Where TCP's own limits come in: ``transfer(bound=...)`` caps one transfer's rate.
+renewed meanwhile, not at all; a transfer through a host that is cut off or stands still waits;
+``bytes_up`` of all hosts are their ``bytes_down``, ``lost_bytes`` and what is under way. Small
+messages do not slow each other or transfers down.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from sim.fair_share import UNLIMITED, Pipe, max_min
+from sim.fair_share import UNLIMITED, Pipe
+from sim.flows import Connection, Flow, Flows
 from sim.kernel import History, Kernel
+from sim.links import DRIFT_STEP_S, STANDING_SHARE, LinkKeys, Links
+from sim.paths import Host, Parcel, Path, Receive
 from sim.topology import Topology
 from transport.envelope import encode
 from transport.messages import Message
@@ -25,89 +26,15 @@ from transport.messages import Message
 if TYPE_CHECKING:
     import random
 
+__all__ = ["FLUID_BYTES", "OVERHEAD_BYTES", "Host", "Network", "Receive"]
+
 FLUID_BYTES: Final = 64 * 1024
 OVERHEAD_BYTES: Final = 66
 """Of a small message beside its frames: three ZMTP frame heads, TCP and IP heads of one segment."""
 
-_DONE_BYTES: Final = 1e-3
-
-Receive = Callable[[str, Message, Any], None]
-
-
-class Host:
-    """An address with access links, which hosts may share (``up`` and ``down`` of one NIC)."""
-
-    __slots__ = ("bytes_down", "bytes_up", "cut", "down", "epoch", "name", "receive", "site", "up")
-
-    def __init__(self, name: str, site: str, up: Pipe, down: Pipe, receive: Receive) -> None:
-        self.name = name
-        self.site = site
-        self.up = up
-        self.down = down
-        self.receive = receive
-        self.cut = False
-        self.epoch = 0
-        self.bytes_up = 0
-        self.bytes_down = 0
-
-
-class Flow:
-    """A transfer under way."""
-
-    __slots__ = ("bound", "done", "is_message", "pipes", "rate", "remaining", "source", "target")
-
-    def __init__(
-        self,
-        source: Host,
-        target: Host,
-        pipes: tuple[Pipe, ...],
-        size_bytes: int,
-        bound: float,
-        done: Callable[[], None],
-    ) -> None:
-        self.source = source
-        self.target = target
-        self.pipes = pipes
-        self.remaining = float(size_bytes)
-        self.bound = bound
-        self.done = done
-        self.rate = 0.0
-        self.is_message = False
-
-
-class _Path:
-    """From one host to another; ``last_s`` is when the latest message arrives."""
-
-    __slots__ = ("byte_s", "delay_s", "epoch", "last_s", "name", "network", "pair", "pipes")
-
-    def __init__(self, network: "Network", source: Host, target: Host, delay_s: float) -> None:
-        self.network = network
-        self.pair = (source, target)
-        self.name = f"{source.name}>{target.name}\0".encode()
-        self.delay_s = delay_s
-        # Hosts of one machine reach each other beside its NIC.
-        shared = source.up is target.up
-        self.pipes = () if shared else (source.up, target.down)
-        rates = [pipe.rate for pipe in self.pipes]
-        self.byte_s = 1.0 / min(rates) if rates else 0.0
-        self.last_s = 0.0
-        self.epoch = 0
-
-    def deliver(self, parcel: tuple[int, int, int, Message, Any, int]) -> None:
-        source, target = self.pair
-        epoch, source_epoch, target_epoch, message, extra, size_bytes = parcel
-        if epoch != self.epoch or source_epoch != source.epoch or target_epoch != target.epoch:
-            self.network.lost += 1
-            return
-        if target.cut:
-            self.network.lost += 1
-            return
-        target.bytes_down += size_bytes
-        target.receive(source.name, message, extra)
-
 
 class Network:
-    """Hosts by name. ``sent`` and ``lost`` count messages."""
+    """Hosts by name. ``sent`` and ``lost`` count messages, ``lost_bytes`` what left in vain."""
 
     def __init__(
         self,
@@ -115,26 +42,41 @@ class Network:
         topology: Topology,
         rng: "random.Random",
         history: History | None = None,
+        keys: LinkKeys | None = None,
     ) -> None:
         self.sent = 0
         self.lost = 0
+        self.lost_bytes = 0
         self._kernel = kernel
-        self._topology = topology
+        self._links = Links(topology, keys)
         self._rng = rng
         self._history = history
         self._hosts: dict[str, Host] = {}
-        self._paths: dict[tuple[str, str], _Path] = {}
-        self._flows: dict[Flow, None] = {}
-        self._shared_s = 0.0
-        self._plan = 0
-        self._replanning = False
+        self._paths: dict[tuple[str, str], Path] = {}
+        self._flows = Flows(kernel)
+        self._rtt_factors: dict[str, float] = {}
+        self.has_stopped = False
+        if self._links.keys.drift:
+            self._drift()
+
+    @property
+    def now(self) -> float:
+        return self._kernel.now
 
     def add(self, name: str, site: str, up: Pipe, down: Pipe, receive: Receive) -> Host:
+        """A new host. The outages of its site's link profile begin to count now."""
         host = self._hosts[name] = Host(name, site, up, down, receive)
+        profile = self._links.profiles.get(site)
+        for outage in profile.outages if profile is not None else ():
+            begin_s = self._kernel.now + outage.start_s
+            self._kernel.at(begin_s, lambda _: self.stop(name))
+            self._kernel.at(begin_s + outage.duration_s, lambda _: self.stop(name, False))
+        if site in self._links.keys.drift:
+            up.drift = down.drift = self._links.keys.drift[site].factors(self._kernel.now)[1]
         return host
 
     def delay_s(self, source: str, target: str) -> float:
-        """Half a round trip."""
+        """From one host to another, without jitter."""
         return self._path(source, target).delay_s
 
     # ---- messages ------------------------------------------------------------------------------
@@ -153,59 +95,120 @@ class Network:
         sender, receiver = path.pair
         self.sent += 1
         header = encode(message)[1]
-        now = self._kernel.now
         if self._history is not None:
-            self._history.add(now, path.name, header)
+            self._history.add(self._kernel.now, path.name, header)
         if sender.cut or receiver.cut:
             self.lost += 1
             return
         size_bytes = len(header) + OVERHEAD_BYTES + payload_bytes
-        sender.bytes_up += size_bytes
-        parcel = (path.epoch, sender.epoch, receiver.epoch, message, extra, size_bytes)
-        if size_bytes > FLUID_BYTES and path.pipes:
-            flow = self._start(path, size_bytes, UNLIMITED, lambda: self._arrive(path, parcel))
-            flow.is_message = True
-            return
-        jitter_s = self._topology.jitter_s
-        delay_s = path.delay_s + size_bytes * path.byte_s
-        if jitter_s and path.pipes:
-            delay_s += self._rng.random() * 2.0 * jitter_s
-        arrival_s = now + delay_s
+        epochs = (path.epoch, sender.epoch, receiver.epoch)
+        stood_s = sender.stood_s + receiver.stood_s
+        parcel = Parcel(epochs, message, extra, size_bytes, stood_s)
+        if path.large is not None:
+            path.behind.append(parcel)
+        elif size_bytes > FLUID_BYTES and path.pipes:
+            self._send_large(path, parcel)
+        else:
+            self._send_small(path, parcel)
+
+    def _send_small(self, path: Path, parcel: Parcel) -> None:
+        path.pair[0].bytes_up += parcel.size_bytes
+        arrival_s = self._kernel.now + path.delay_s + parcel.size_bytes * path.byte_s
+        if path.spread_s:
+            arrival_s += self._rng.random() * path.spread_s
+        if path.flows and path.queue_bytes:
+            arrival_s += self._queue_s(path)
         if arrival_s < path.last_s:
             arrival_s = path.last_s
         path.last_s = arrival_s
         self._kernel.at(arrival_s, path.deliver, parcel)
 
-    def _arrive(self, path: _Path, parcel: tuple[int, int, int, Message, Any, int]) -> None:
-        """The last byte of a large message has left."""
-        path.last_s = max(path.last_s, self._kernel.now + path.delay_s)
-        self._kernel.at(path.last_s, path.deliver, parcel)
+    def _send_large(self, path: Path, parcel: Parcel) -> None:
+        def left(flow: Flow) -> None:
+            path.large = None
+            path.pair[0].bytes_up += parcel.size_bytes
+            path.last_s = max(path.last_s, self._kernel.now + path.delay_s + path.tail_s)
+            self._kernel.at(path.last_s, path.deliver, parcel)
+            while path.behind and path.large is None:
+                after = path.behind.popleft()
+                large = after.size_bytes > FLUID_BYTES
+                (self._send_large if large else self._send_small)(path, after)
+
+        path.large = self._begin(path, parcel.size_bytes, UNLIMITED, left)
+
+    def _queue_s(self, path: Path) -> float:
+        """What waits in the bottleneck's queue before a message of the same connections."""
+        rate = sum(flow.rate for flow in path.flows)
+        if rate <= 0.0:
+            return 0.0
+        return min(path.queue_bytes / rate, STANDING_SHARE * 2.0 * path.delay_s)
+
+    def later(self, at_s: float, path: Path, parcel: Parcel) -> None:
+        """Deliver at another time."""
+        self._kernel.at(at_s, path.deliver, parcel)
+
+    def lose(self, size_bytes: int) -> None:
+        """A message whose bytes had left will not be delivered."""
+        self.lost += 1
+        self.lost_bytes += size_bytes
 
     # ---- connections ---------------------------------------------------------------------------
 
     def renew(self, source: str, target: str) -> None:
         """Make a connection anew: what is under way in it is lost, in both directions."""
         for pair in ((source, target), (target, source)):
-            self._path(*pair).epoch += 1
+            path = self._path(*pair)
+            path.epoch += 1
+            self._abandon(path)
+            if path.connection is not None:
+                path.connection.anew()
 
     def reset(self, name: str) -> None:
         """A host's process has died: whatever is under way to or from it is lost."""
         host = self._hosts[name]
         host.epoch += 1
-        for flow in tuple(self._flows):
-            if host is flow.source or host is flow.target:
-                self.lost += flow.is_message
+        for path in host.paths:
+            self._abandon(path)
+            for flow in tuple(path.flows):
                 self.cancel(flow)
+            if path.connection is not None:
+                path.connection.anew()
+
+    def _abandon(self, path: Path) -> None:
+        """Forget the messages that have not left."""
+        self.lost += (path.large is not None) + len(path.behind)
+        path.behind.clear()
+        if path.large is not None:
+            self.cancel(path.large)
+            path.large = None
 
     def cut(self, name: str, is_cut: bool = True) -> None:
         """Cut a host off, or bring it back: messages are lost meanwhile, transfers wait."""
         self._hosts[name].cut = is_cut
-        self._replan_soon()
+        self._hold(self._hosts[name])
+
+    def stop(self, name: str, is_stopped: bool = True) -> None:
+        """Let time stand still on a host's link, or go on: nothing is lost, everything is late.
+        Windows begin anew afterwards: their connections have timed out."""
+        host = self._hosts[name]
+        self.has_stopped = True
+        if is_stopped and host.stopped_at_s is None:
+            host.stopped_at_s = self._kernel.now
+        elif not is_stopped and host.stopped_at_s is not None:
+            host.stood_s += self._kernel.now - host.stopped_at_s
+            host.stopped_at_s = None
+            for path in host.paths:
+                waiting, path.waiting = path.waiting, []
+                for parcel in waiting:
+                    path.deliver(parcel)
+                if path.connection is not None:
+                    path.connection.anew()
+        self._hold(host)
 
     def scale(self, pipe: Pipe, scale: float) -> None:
         """Change a link's rate for transfers."""
         pipe.scale = scale
-        self._replan_soon()
+        self._flows.link_changed(pipe)
 
     # ---- transfers -----------------------------------------------------------------------------
 
@@ -218,75 +221,84 @@ class Network:
         *,
         bound: float = UNLIMITED,
     ) -> Flow:
-        """Move bytes; ``done`` is called when the last one has arrived."""
+        """Move bytes, never faster than ``bound`` bytes per second; ``done`` is called when the
+        last one has arrived."""
         path = self._path(source, target)
-
-        def left() -> None:
-            target_host.bytes_down += size_bytes
-            self._kernel.after(path.delay_s, lambda _: done())
-
         source_host, target_host = path.pair
-        source_host.bytes_up += size_bytes
-        return self._start(path, size_bytes, bound, left)
+
+        def left(_: Flow) -> None:
+            source_host.bytes_up += size_bytes
+            self._kernel.after(path.delay_s + path.tail_s, arrived)
+
+        def arrived(_: object) -> None:
+            target_host.bytes_down += size_bytes
+            done()
+
+        return self._begin(path, size_bytes, bound, left)
 
     def cancel(self, flow: Flow) -> None:
         """Forget a transfer; harmless when its last byte has left."""
-        if self._flows.pop(flow, 0) is None:
-            self._replan_soon()
+        moved_bytes = self._flows.cancel(flow)
+        if moved_bytes is not None:
+            path: Path = flow.owner
+            del path.flows[flow]
+            path.pair[0].bytes_up += moved_bytes
+            self.lost_bytes += moved_bytes
 
-    def _start(self, path: _Path, size_bytes: int, bound: float, done: Callable[[], None]) -> Flow:
-        flow = Flow(*path.pair, path.pipes, size_bytes, bound, done)
-        self._flows[flow] = None
-        self._replan_soon()
-        return flow
+    def _begin(
+        self, path: Path, size_bytes: int, bound: float, left: Callable[[Flow], None]
+    ) -> Flow:
+        if path.connection is None and path.pipes and self._links.has_windows:
+            window = self._links.window(path.pair[0].site, path.pair[1].site)
+            path.connection = Connection(path.name.decode(), window, self._flows, self._kernel)
+            path.connection.travel(self._rtt_s(path))
 
-    def _replan_soon(self) -> None:
-        """Many transfers may begin at one instant: their rates are worked out once."""
-        if not self._replanning:
-            self._replanning = True
-            self._kernel.at(self._kernel.now, self._replan)
+        def ended(flow: Flow) -> None:
+            del path.flows[flow]
+            left(flow)
 
-    def _replan(self, _: Any = None) -> None:
-        self._replanning = False
-        self._progress()
-        moving = [f for f in self._flows if not (f.source.cut or f.target.cut)]
-        for flow in self._flows:
-            flow.rate = 0.0
-        rates = max_min([f.pipes for f in moving], [f.bound for f in moving])
-        next_s: float | None = None
-        for flow, rate in zip(moving, rates, strict=True):
-            flow.rate = rate
-            if rate > 0.0:
-                left_s = flow.remaining / rate
-                next_s = left_s if next_s is None or left_s < next_s else next_s
-        self._plan += 1
-        if next_s is not None:
-            self._kernel.after(next_s, self._completed, self._plan)
+        flow = Flow(path, path.pipes, path.connection, size_bytes, bound, ended)
+        flow.held = path.is_held
+        path.flows[flow] = None
+        return self._flows.begin(flow)
 
-    def _completed(self, plan: int) -> None:
-        """The transfer that was to end first has."""
-        if plan != self._plan:
-            return
-        self._progress()
-        soon_s = 1e-9 * max(1.0, self._kernel.now)
-        ended = [f for f in self._flows if f.remaining <= max(_DONE_BYTES, f.rate * soon_s)]
-        for flow in ended:
-            del self._flows[flow]
-        self._replan_soon()
-        for flow in ended:
-            flow.done()
+    def _hold(self, host: Host) -> None:
+        for path in host.paths:
+            for flow in path.flows:
+                self._flows.hold(flow, path.is_held)
 
-    def _progress(self) -> None:
-        elapsed_s = self._kernel.now - self._shared_s
-        self._shared_s = self._kernel.now
-        if elapsed_s > 0.0:
-            for flow in self._flows:
-                flow.remaining = max(0.0, flow.remaining - flow.rate * elapsed_s)
+    # ---- paths ---------------------------------------------------------------------------------
 
-    def _path(self, source: str, target: str) -> _Path:
+    def _path(self, source: str, target: str) -> Path:
         path = self._paths.get((source, target))
         if path is None:
             one, other = self._hosts[source], self._hosts[target]
-            delay_s = self._topology.rtt_s(one.site, other.site) / 2
-            path = self._paths[source, target] = _Path(self, one, other, delay_s)
+            path = self._paths[source, target] = Path(self, self._links, one, other)
+            path.delay_s *= self._rtt_factor(path)
+            one.paths.append(path)
+            other.paths.append(path)
         return path
+
+    def _rtt_s(self, path: Path) -> float:
+        one, other = path.pair
+        return self._links.topology.rtt_s(one.site, other.site) * self._rtt_factor(path)
+
+    def _rtt_factor(self, path: Path) -> float:
+        factors = self._rtt_factors
+        return factors.get(path.pair[0].site, 1.0) * factors.get(path.pair[1].site, 1.0)
+
+    def _drift(self, _: object = None) -> None:
+        """The next step of the day at all sites."""
+        now, drift = self._kernel.now, self._links.keys.drift
+        factors = {site: drift[site].factors(now) for site in drift}
+        self._rtt_factors = {site: rtt for site, (rtt, _) in factors.items()}
+        for host in self._hosts.values():
+            if host.site in factors:
+                for pipe in (host.up, host.down):
+                    pipe.drift = factors[host.site][1]
+                    self._flows.link_changed(pipe)
+        for path in self._paths.values():
+            path.delay_s = path.usual_s * self._rtt_factor(path)
+            if path.connection is not None:
+                path.connection.travel(self._rtt_s(path))
+        self._kernel.after(DRIFT_STEP_S, self._drift)

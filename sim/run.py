@@ -18,12 +18,13 @@ from sim.actors.scheduler import SchedulerActor
 from sim.actors.services import ModelledVersion, TrajectoryLogActor, WeightStoreActor
 from sim.actors.trainer import TrainerActor
 from sim.fair_share import Pipe
-from sim.faults import Fault, agent_faults
+from sim.faults import Fault, agent_faults, link_faults
 from sim.kernel import History, Kernel
 from sim.ledger import Ledger, Step
+from sim.measures import Measures, measure
 from sim.network import Host, Network
 from sim.recording import AgentFacts, Recorder, Recording
-from sim.scenario import MBIT, RUN, AgentPlan, Scenario
+from sim.scenario import RUN, AgentPlan, Scenario
 from sim.workload import Draws, make_digest
 from transport.errors import ConfigError
 from transport.ids import policy_id
@@ -87,14 +88,14 @@ class Simulation:
         self.ledger = Ledger()
         self.history = History() if history else None
         rng = random.Random(seed * 7919 + 1)  # noqa: S311
-        self.network = Network(self.kernel, scenario.topology(), rng, self.history)
+        self.network = Network(self.kernel, scenario.topology(), rng, self.history, scenario)
         self.plans = scenario.fleet(seed) if plans is None else list(plans)
         self.on_second: Callable[[], None] | None = None
         self._draws = Draws(scenario.workload) if draws is None else draws
         self._hosts: dict[str, Host] = {}
         self._nic = (
-            Pipe("nic-up", scenario.nic_mbit * MBIT),
-            Pipe("nic", scenario.nic_mbit * MBIT),
+            Pipe("nic-up", scenario.nic_rate),
+            Pipe("nic", scenario.nic_rate),
         )
         workload = scenario.workload
         self.scheduler = SchedulerActor(
@@ -161,6 +162,16 @@ class Simulation:
         """What was recorded until now."""
         recorder = self.ledger.recorder
         return None if recorder is None else recorder.result(self.agents)
+
+    def measures(self) -> Measures:
+        """What an emulation of the same scenario is compared by."""
+        names = self.scenario.policies
+        return measure(
+            self.scheduler.steps,
+            next(run for run in self._status().runs if run.name == RUN),
+            most={policy_id(RUN, name): self.scenario.steps for name in names},
+            batch_groups={policy_id(RUN, name): s.batch_groups for name, s in names.items()},
+        )
 
     def problems(self) -> list[str]:
         """Where the books of scheduler, services and engines contradict each other."""
@@ -263,6 +274,8 @@ class Simulation:
     def _faults(self) -> list[Fault]:
         spec = self.scenario.faults
         faults = agent_faults(spec, list(self.agents), self.seed, self.scenario.limit_s)
+        places = [(plan.name, plan.site) for plan in self.plans]
+        faults += link_faults(spec, places, self.seed, self.scenario.limit_s)
         for name in spec.dead_trainers:
             faults.append(Fault(spec.trainer_dies_s, f"trainer-{name}", "crash"))
             if spec.trainer_down_s > 0.0:

@@ -12,7 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from scheduler.core.settings import CoreSettings
+from sim.fair_share import UNLIMITED
 from sim.faults import FaultSpec
+from sim.links import LinkKeys, link_rate
 from sim.topology import Topology, load_regions, star
 from sim.workload import Workload
 from transport.errors import ConfigError
@@ -45,10 +47,11 @@ class PolicyShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     train_s: float | None = None
 
 
-class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Scenario(LinkKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``regions`` names a shipped table of round trips, or ``sites`` gives each site's round trip
-    to the cloud in milliseconds; ``cloud`` is where scheduler, services and trainers are, behind
-    one NIC of ``nic_mbit``. Simulated until every policy has finished ``steps`` steps, or
+    to the cloud in milliseconds, or ``profiles`` its link profile; ``cloud`` is where scheduler,
+    services and trainers are, behind one NIC of ``nic_mbit`` (none in the ``proxy`` model). What
+    links are like: ``LinkKeys``. Simulated until every policy has finished ``steps`` steps, or
     ``limit_s``. ``scheduler`` changes settings of its core."""
 
     name: str
@@ -68,15 +71,29 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     faults: FaultSpec = FaultSpec()
     scheduler: dict[str, Any] = {}
 
+    @property
+    def nic_rate(self) -> float:
+        """Bytes per second of the cloud's NIC, each way."""
+        return UNLIMITED if self.link_model == "proxy" else self.nic_mbit * MBIT
+
     def topology(self) -> Topology:
+        """Raises ConfigError for sites that are given twice, or a profile that is not there."""
+        profiles = self.link_profiles()
         if self.regions:
-            return load_regions(self.regions)
-        return star({s: ms / 1000.0 for s, ms in self.sites.items()}, centre=self.cloud)
+            if profiles:
+                raise ConfigError("profiles: regions have their round trips; leave one of them out")
+            return load_regions(self.regions, self.providers)
+        if twice := sorted(set(self.sites) & set(profiles)):
+            raise ConfigError(f"profiles.{twice[0]}: its round trip is in sites, too; say it once")
+        rtt_s = {site: ms / 1000.0 for site, ms in self.sites.items()}
+        rtt_s |= {site: profile.rtt_s for site, profile in profiles.items()}
+        up_s = {site: profile.delay_up_s for site, profile in profiles.items()}
+        return star(rtt_s, centre=self.cloud, up_s=up_s, providers=self.providers)
 
     def fleet(self, seed: int) -> list["AgentPlan"]:
         """The agents of this seed, by name."""
-        topology = self.topology()
-        sites = topology.sites if self.regions else tuple(self.sites)
+        topology, profiles = self.topology(), self.link_profiles()
+        sites = topology.sites if self.regions else (*self.sites, *self.profiles)
         rng = random.Random(seed)  # noqa: S311
         spec = self.agents
         plans: list[AgentPlan] = []
@@ -86,8 +103,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 tokens_per_s = rng.choice(spec.tokens_per_s)
                 down = rng.choice(spec.link_mbit)
                 up = rng.choice(spec.up_mbit) if spec.up_mbit else down
-                name = f"{site}-{number}"
-                plans.append(AgentPlan(name, site, slots, tokens_per_s, up * MBIT, down * MBIT))
+                rates = (up * MBIT, down * MBIT)
+                if profile := profiles.get(site):
+                    ways = (profile.rate_up_bits_per_s, profile.rate_down_bits_per_s)
+                    rates = (link_rate(ways[0]), link_rate(ways[1]))
+                plans.append(AgentPlan(f"{site}-{number}", site, slots, tokens_per_s, *rates))
         return plans
 
     def core_settings(self, placement: str) -> CoreSettings:

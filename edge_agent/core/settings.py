@@ -2,7 +2,7 @@
 
 import msgspec
 
-from transport.trajectory import WHOLE_BODY_BYTES
+from transport.summaries import WHOLE_BODY_BYTES
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,6 @@ from transport.runtime.clock import Clock, SystemClock
 from transport.weights.patch import Patch
 from transport.weights.tensors import Cells, TensorBytes
 
-
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 

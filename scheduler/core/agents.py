@@ -255,14 +255,15 @@ def _reconcile_hello(
 
 def _still_held(ctx: Context, agent: Agent, lease: Lease, entry: HeldAttempt) -> bool:
     """Renew a listed lease; false when it is given up for want of room. What a quarantined agent
-    holds, and what is overdue, goes on without being counted on."""
+    holds, what is overdue and what is more than enough goes on without being counted on."""
     if entry.spooled:
         attempts.spooled(ctx, lease)
     elif entry.started:
         attempts.started(ctx, lease)
     else:
         attempts.waits(ctx, lease)
-    if agent.quarantined or attempts.is_overdue(ctx, lease):
+    spare = attempts.is_overdue(ctx, lease) or attempts.is_spare(ctx, lease)
+    if agent.quarantined or spare:
         return True
     if attempts.is_stray(ctx, lease) and not attempts.revive(ctx, lease):
         job = ctx.tables.jobs[lease.job]

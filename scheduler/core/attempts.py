@@ -20,6 +20,9 @@ from transport.ids import Fence, attempt_id
 from transport.messages import AttemptRecord, LeaseRevoke
 
 MAX_ATTEMPTS_LIVE = 4
+MOST_COUNTED = 2
+"""Attempts of a job that are counted on: the first and a hedge."""
+
 MAX_HISTORY = 16
 MAX_DETAIL = 200
 NOT_TAKEN = ("declined", "recalled")
@@ -114,6 +117,8 @@ def started(ctx: Context, lease: Lease) -> None:
         lease.started_s = begin_s if fits else ctx.now
         versions = ctx.tables.agents[lease.agent].versions
         lease.newest = {policy: ref.version for policy, ref in versions.items()}
+        for policy, oldest in lease.resumed.items():
+            lease.newest[policy] = min(oldest, lease.newest.get(policy, oldest))
         for policy in tuple(lease.deadlines):
             lag = ctx.policies[policy].tree.lag(lease.newest.get(policy, -1))
             if lag is not None:
@@ -211,6 +216,14 @@ def revive(ctx: Context, lease: Lease) -> bool:
     ctx.note(lease.attempt, "revived")
     settle(ctx, job)
     return True
+
+
+def is_spare(ctx: Context, lease: Lease) -> bool:
+    """Whether enough others are counted on for a stray attempt's job, or one on the same agent."""
+    job = ctx.tables.jobs[lease.job]
+    counted = [record.agent for record in job.attempts if not record.stray]
+    enough = len(counted) >= MOST_COUNTED or lease.agent in counted
+    return enough and is_stray(ctx, lease)
 
 
 def is_stray(ctx: Context, lease: Lease) -> bool:

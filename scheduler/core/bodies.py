@@ -1,8 +1,8 @@
 """Bodies in the trajectory log: who needs which, and what the log may drop.
 
 What always holds: a body in ``Context.bodies`` is the result of that job (open, or concluded and
-not confirmed by its submitter); every other one that was heard of is released, once, in a row of
-its own until the log has dropped it.
+not confirmed by its submitter), or finished turns that it may go on from; every other one that was
+heard of is released, once, in a row of its own until the log has dropped it.
 """
 
 from scheduler.core.context import Context
@@ -19,6 +19,6 @@ def release(ctx: Context, digest: str) -> None:
 
 
 def let_go(ctx: Context, digest: str) -> None:
-    """A result is needed no more."""
+    """A result, or finished turns, are needed no more."""
     del ctx.bodies[digest]
     release(ctx, digest)

@@ -53,7 +53,8 @@ class Lease:
     from the budget for second attempts. ``started_s`` is when its agent first said that it runs,
     ``newest`` the versions of which its oldest tokens can be at most, ``deadlines`` the last head
     steps at which policies can use it, as predicted,
-    ``begin_s`` when it probably began or will; ``recall_s`` when it was asked back last."""
+    ``begin_s`` when it probably began or will; ``recall_s`` when it was asked back last;
+    ``resumed`` the oldest versions of the finished turns that it goes on from, if it does."""
 
     attempt: str
     job: str
@@ -76,6 +77,7 @@ class Lease:
     deadlines: dict[str, int] = field(default_factory=dict)
     begin_s: float | None = None
     recall_s: float | None = None
+    resumed: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

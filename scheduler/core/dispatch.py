@@ -16,7 +16,7 @@ from itertools import islice
 
 import msgspec
 
-from scheduler.core import absorbing, attempts, hedging, recall, views
+from scheduler.core import absorbing, attempts, hedging, partials, recall, views
 from scheduler.core.accounting import account
 from scheduler.core.context import CONNECTED, Context, EvaluationLive
 from scheduler.core.costs import spend
@@ -156,9 +156,11 @@ def _offer(ctx: Context, run: Run, job: Job, choice: Choice) -> float:
     """Make an attempt and tell its agent; returns the tokens that it is expected to have."""
     pinned = views.pins(ctx, job)
     _use_code(ctx, run, choice.agent)
+    partial = partials.to_resume(ctx, run, job, choice)
     lease = attempts.start(ctx, job, choice, pinned)
     for policy, lag in choice.lags:
         attempts.expect_use(ctx, lease, policy, lag)
+    resume = None if partial is None else partials.begin(ctx, lease, partial)
     run_live, workflow, external = ctx.runs[run.name], run.spec.workflow, job.external
     max_new_tokens, temperature = workflow.max_new_tokens, workflow.temperature
     if job.kind == "eval":
@@ -182,6 +184,7 @@ def _offer(ctx: Context, run: Run, job: Job, choice: Choice) -> float:
         seed=item_seed(run.spec.seed, job.kind, job.index),
         lease_s=ctx.settings.lease_s,
         pinned=pinned,
+        resume=resume,
     )
     ctx.effects.append(Send(choice.agent, offer, job.prompt))
     return lease.tokens

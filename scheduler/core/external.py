@@ -18,7 +18,7 @@ from scheduler.core.context import Context
 from scheduler.core.state import External, Job, Run
 from transport.ids import external_job_id, policy_name
 from transport.messages import ExternalJob, Item, JobCancel, JobReceipt, JobReceipts, JobSubmit
-from transport.trajectory import MAX_SEQUENCES
+from transport.summaries import MAX_SEQUENCES
 
 MAX_JOB_BYTES = 192 * 1024
 """Items of one job, encoded: an offer is one control frame, with a workflow's settings in it."""

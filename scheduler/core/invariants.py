@@ -155,6 +155,10 @@ def _check_policy(ctx: Context, policy: Policy) -> None:
 def _check_bodies(ctx: Context) -> None:
     """A body is needed or released, never both."""
     digests = {job.result.digest: job.id for job in ctx.tables.jobs.values() if job.result}
+    for job in ctx.tables.jobs.values():
+        if job.partial is not None:
+            _require(ctx, job.state != "done", job.id, "done, and keeps finished turns")
+            digests[job.partial.digest] = job.id
     for outcome in ctx.tables.outcomes.values():
         if outcome.result.digest:
             digests[outcome.result.digest] = outcome.job

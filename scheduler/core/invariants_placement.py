@@ -63,10 +63,7 @@ def _check_pools(ctx: Context) -> None:
         waiting = {
             id
             for id, lease in live.leases.items()
-            if lease.leased
-            and lease.counted
-            and lease.started_s is None
-            and lease.recall_s is None
+            if lease.leased and lease.counted and lease.started_s is None and lease.recall_s is None
         }
         listed = set(live.waiting)
         require(ctx, listed <= waiting, name, f"could not be taken back: {listed - waiting}")

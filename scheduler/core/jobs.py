@@ -7,7 +7,7 @@ handed to the release list; a body is released exactly when its job is deleted, 
 became a job's result; the accounting rows remember what the deleted rows were.
 """
 
-from scheduler.core import attempts, bodies, dead_letters, outcomes, submitters
+from scheduler.core import attempts, bodies, dead_letters, outcomes, partials, submitters
 from scheduler.core.accounting import move, open_copies
 from scheduler.core.context import Context, Lease
 from scheduler.core.failures import class_of
@@ -49,6 +49,7 @@ def drop_if_over(ctx: Context, job: Job) -> None:
     if job.state != "done":
         attempts.revoke_all(ctx, job, "job_over")
         attempts.leave_queue(ctx, job)
+    partials.drop(ctx, job)
     ctx.tables.remove(job)
     if job.external is not None:
         outcomes.conclude(ctx, job, job.external)
@@ -78,6 +79,8 @@ def attempt_failed(ctx: Context, lease: Lease, code: str, detail: str = "") -> N
         retry_s = backoff_s(ctx, job.failures)
     else:
         job.losses += 1
+    if fault in ("job", "data"):
+        partials.drop(ctx, job)  # going on from there may lead to the same end
     if fault not in ("away", "copy") and record.agent not in job.avoid:
         job.avoid = [*job.avoid, record.agent][-AVOID_LIMIT:]
     give_up_or_retry(ctx, job, retry_s)
@@ -112,6 +115,7 @@ def refuse_result(ctx: Context, lease: Lease, reason: str) -> None:
     job = ctx.tables.jobs[lease.job]
     record = next(record for record in job.attempts if record.id == lease.attempt)
     attempts.end(ctx, job, record, "refused", reason=reason)
+    partials.drop(ctx, job)
     attempts.settle(ctx, job)
 
 

@@ -17,13 +17,16 @@ def learn(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
     live, agent = ctx.agents[lease.agent], ctx.tables.agents[lease.agent]
     estimate = live.estimate
     live.failures = 0
-    sample = estimate.group_done(
-        lengths=summary.lengths,
-        slots=agent.slots,
-        generating_s=summary.generating_s,
-        now=ctx.now,
-        kind=kind_of(job),
-    )
+    # Another agent drew a part of what a resumed attempt brings: nothing is known of the speed.
+    sample = None
+    if not lease.resumed:
+        sample = estimate.group_done(
+            lengths=summary.lengths,
+            slots=agent.slots,
+            generating_s=summary.generating_s,
+            now=ctx.now,
+            kind=kind_of(job),
+        )
     if sample is not None:
         ctx.hardware.observe(agent.hardware, sample)
     if lease.accepted_s is not None:

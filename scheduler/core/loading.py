@@ -107,6 +107,8 @@ def _load_job(ctx: Context, job: Job) -> None:
             ctx.timers.set("attempt", record.id, ctx.now + lease_s)
     if job.result is not None:
         ctx.bodies[job.result.digest] = job.id
+    if job.partial is not None:
+        ctx.bodies[job.partial.digest] = job.id
     for policy, copy in job.copies.items():
         live = ctx.policies[policy]
         if copy.state == "taken":

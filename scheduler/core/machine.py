@@ -30,6 +30,7 @@ from scheduler.core import (
     intake,
     invariants,
     loading,
+    partials,
     requests,
     results,
     runs,
@@ -58,6 +59,7 @@ from transport.messages import (
     Goodbye,
     Hello,
     Message,
+    PartialStored,
     Ping,
     Pong,
     TrajectoriesStored,
@@ -172,6 +174,8 @@ class SchedulerCore:
                 ctx.send(name, Pong(sequence=sequence, sent_s=sent_s))
             case TrajectoriesStored():
                 results.stored(ctx, name, message)
+            case PartialStored():
+                partials.stored(ctx, message)
             case BodiesGone():
                 results.bodies_gone(ctx, name, message)
             case VersionStored():

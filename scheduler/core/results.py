@@ -16,6 +16,7 @@ from scheduler.core import (
     jobs,
     learning,
     outcomes,
+    partials,
     quarantine,
 )
 from scheduler.core.accounting import move, open_copies
@@ -28,7 +29,7 @@ from transport.messages import (
     SummariesAccepted,
     TrajectoriesStored,
 )
-from transport.trajectory import summary_fault
+from transport.summaries import summary_fault
 
 RELEASE_BATCH = 1000
 ACCURATE = 1.0
@@ -130,6 +131,7 @@ def _accept(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None
     attempts.end(ctx, job, record, "result", digest=summary.digest)
     attempts.revoke_all(ctx, job, "job_done")
     attempts.leave_queue(ctx, job)
+    partials.drop(ctx, job)
     ctx.count("results.accepted")
     agent.groups_done += 1
     ctx.tables.touch(agent)

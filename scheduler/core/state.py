@@ -12,6 +12,7 @@ import msgspec
 from transport.ids import Fence, external_job_id
 from transport.messages import AttemptRecord, DeadLetter, Item, JobResult, VersionRef
 from transport.messages.jobs import ResultState
+from transport.messages.services import PartialSummary
 from transport.runs import RunSpec
 from transport.status import AccountingRow, CopyState, StepStatus
 
@@ -183,7 +184,8 @@ class Job(Entity):
     """One group to be made. ``items`` go when the result is there; with a ``prompt`` they are
     stored apart under that key, and what is here stands for them. ``avoid`` are agents on which it
     failed; ``evaluation`` is empty for training and external jobs; ``history`` are its last tries
-    that are over; ``replays`` how often it was brought back from the dead letters."""
+    that are over; ``replays`` how often it was brought back from the dead letters; ``partial`` the
+    finished turns that its next attempt may go on from."""
 
     table: ClassVar[str] = "job"
 
@@ -208,6 +210,7 @@ class Job(Entity):
     losses: int = 0
     avoid: list[str] = []
     result: Result | None = None
+    partial: PartialSummary | None = None
 
     @property
     def key(self) -> str:

@@ -171,7 +171,7 @@ class WeightStoreActor:
         self._workload = workload
         self._versions: dict[str, dict[int, _Stored]] = {}
         self._newest: dict[str, int] = {}
-        self.on_durable: "Callable[[str, int, int], None] | None" = None
+        self.on_durable: Callable[[str, int, int], None] | None = None
         """Called with policy, version and step of each version that has become durable."""
         self._standing: dict[tuple[str, str], WeightsRequest] = {}
         self._taking: dict[tuple[str, int], None] = {}

@@ -9,7 +9,7 @@ each is marked. What the study does not tell is chosen in AstraFlow's favour whe
     instances  hosts with all policies' engines, each on its slice of GPUs; a trajectory goes through
                the engines of its instance in order
     buffers    one per policy, of single trajectories, earliest ``min_version`` first; at ``pop`` one
-               older than ``max_staleness`` is dropped
+               older than ``max_lag`` is dropped
     trainers   batch, step, offload, delta, then all policies meet (lock step) and the versions of
                all advance
     updates    per policy and instance: eight round trips, the payload through one lock at the
@@ -28,7 +28,6 @@ from sim.training_models.colocated import turns_of
 from sim.training_models.decoding import Decoder
 from sim.training_models.parameters import Model, Outcome, Setting, pace
 
-MAX_STALENESS: Final = 8  # nearly all recipes [study]
 AVAILABLE_GROUPS: Final = 4  # the adaptive mode's step [study]
 QUEUE_PER_GPU: Final = 4  # ... as long as less than this waits per GPU [study]
 SUBMIT_THREADS: Final = 8  # [study]
@@ -74,7 +73,7 @@ def delta_bytes(model: Model) -> float:
     return CHANGED * model.parameters * BYTES_PER_CHANGED[model.parameters >= 2**32]
 
 
-def train_astraflow(setting: Setting, links: Links = Links()) -> Outcome:  # noqa: B008
+def train_astraflow(setting: Setting, links: Links = Links()) -> Outcome:
     """Simulate it. Raises ValueError: there are too few GPUs."""
     rollout, each = setting.split()
     if not rollout:
@@ -213,7 +212,7 @@ class _Dataflow:
         batch, buffer = self._batches[policy], self._buffers[policy]
         while buffer and len(batch) < self.setting.batch:
             oldest, _, tokens = heapq.heappop(buffer)
-            if self.version - oldest > MAX_STALENESS:
+            if self.version - oldest > self.setting.max_lag:
                 self.dropped += 1
             else:
                 batch.append((oldest, tokens))

@@ -27,6 +27,8 @@ from sim.training_models.parameters import STATE_BYTES, Outcome, Setting, pace
 
 WAKE_S: Final = 1.0
 """An engine gets its memory, graphs and caches back, or gives them up [assumed]."""
+GATHER_BYTES_S: Final = 100e9
+"""The engine's weights are gathered from the trainer's shards over the GPUs' own links [assumed]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,11 @@ def state_s(setting: Setting) -> float:
 
 
 def engine_s(setting: Setting) -> float:
-    """Waking an engine, or sending it to sleep; every GPU copies a whole model."""
-    return WAKE_S + setting.model.weight_bytes / setting.gpu.host_copy_bytes_s
+    """Waking an engine with new weights, or sending it to sleep."""
+    return WAKE_S + setting.model.weight_bytes / GATHER_BYTES_S
 
 
-def train_colocated(setting: Setting, switches: Switches = Switches()) -> Outcome:  # noqa: B008
+def train_colocated(setting: Setting, switches: Switches = Switches()) -> Outcome:
     """Simulate ``setting.steps`` iterations."""
     loop = _Loop(setting, switches)
     loop.run()

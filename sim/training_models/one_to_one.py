@@ -17,7 +17,6 @@ from sim.kernel import Kernel
 from sim.training_models.decoding import Decoder
 from sim.training_models.parameters import Outcome, Setting, pace
 
-BOUND: Final = 4
 PAUSE_S: Final = 3.0
 """Interrupt, load the new weights, prefill what was interrupted [assumed]."""
 
@@ -64,7 +63,7 @@ class _Trainer:
         self._training = False
 
     def admit(self) -> None:
-        most = min(BOUND + self.version + 1, self.setting.steps) * self.setting.batch_groups
+        most = min(self.setting.max_lag + self.version + 1, self.setting.steps) * self.setting.batch_groups
         while self.begun < most:
             self._begin(self.setting.group(self.begun))
 

@@ -94,6 +94,8 @@ class Setting:
     prompt_tokens: int = 200
     slots: int = 64
     gpu: Gpu = H100
+    max_lag: int = 8
+    """In versions, for all asynchronous systems [study: nearly all of AstraFlow's recipes]."""
     train_overhead_s: float = 2.0
     """Per step: packing the batch, the optimizer [assumed]."""
     steps: int = 18

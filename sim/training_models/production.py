@@ -21,7 +21,6 @@ cores [bench: fanout], on 32 cores [assumed to scale]."""
 SWAP_S: Final = 0.3
 """Pause of an engine for new weights: 1.1 ms measured on a CPU engine [bench: fanout]; on a GPU with
 copies over PCIe of two bytes per changed cell and its index some more [assumed]."""
-MAX_LAG: Final = 4
 
 
 def publish_s(setting: Setting) -> float:
@@ -53,7 +52,7 @@ def scenario(
     names = [f"policy{n}" for n in range(setting.policies)]
     shape = PolicyShape(
         batch_groups=setting.batch_groups,
-        max_policy_lag=MAX_LAG,
+        max_policy_lag=setting.max_lag,
         train_s=setting.train_s(each),
     )
     return Scenario(

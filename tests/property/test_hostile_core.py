@@ -33,6 +33,8 @@ from transport.messages import (
     Goodbye,
     GroupSummary,
     Heartbeat,
+    HeartbeatReply,
+    HeldAttempt,
     Hello,
     LeaseOffer,
     Message,
@@ -260,6 +262,34 @@ def test_an_agent_that_names_the_attempts_of_another_changes_nothing_of_them():
     assert scene.counter("results.late") == 1
     scene.stored(summary_of(victim, "a"))
     assert scene.core._ctx.tables.jobs[victim.job].result is not None
+
+
+def test_what_is_listed_again_while_another_runs_on_the_same_agent_is_not_counted_on():
+    """It said goodbye, got the job a second time, and lists the first attempt after all."""
+    scene = Scene()
+    scene.submitted(make_run())
+    scene.trainer_joined()
+    scene.version_stored(0)
+    scene.joined("a")
+    scene.serving(0, "a")
+    scene.produced(scene.effects)
+    first = scene.live_offers("a")[0]
+    scene.accepted(first)
+    scene.feed(FromAgent("a", Goodbye(reason="so long")))
+    scene.joined("a")
+    scene.serving(0, "a")
+    [second] = [one for one in scene.live_offers("a") if one.job == first.job and one != first]
+    scene.accepted(second)
+    held = tuple(HeldAttempt(attempt=one.attempt, fence=one.fence) for one in (first, second))
+    [reply] = messages(scene.heard("a", held=held), HeartbeatReply, "a")
+    assert reply.unknown == ()
+    counted = {
+        record.id: not record.stray for record in scene.core._ctx.tables.jobs[first.job].attempts
+    }
+    assert counted == {first.attempt: False, second.attempt: True}
+    # Whichever comes first is the result.
+    scene.stored(summary_of(first, "a"))
+    assert scene.core._ctx.tables.jobs[first.job].result is not None
 
 
 def test_a_hello_again_and_again_is_harmless():

@@ -176,9 +176,7 @@ def test_arrivals_are_a_rate_that_falls_when_nothing_comes():
 def test_kinds_of_work_are_told_apart_and_the_stalest_is_forgotten():
     agent = AgentEstimate()
     for kind in range(MAX_KINDS + 1):
-        agent.group_done(
-            lengths=(10,), slots=1, generating_s=1.0 + kind, now=0.0, kind=f"r|{kind}"
-        )
+        agent.group_done(lengths=(10,), slots=1, generating_s=1.0 + kind, now=0.0, kind=f"r|{kind}")
     assert len(agent.by_kind) == MAX_KINDS
     assert agent.token_time_s("r|1", 9.0, 0.0) == pytest.approx(0.2)
     assert agent.token_time_s("r|0", 9.0, 0.0) == agent.token_s.value

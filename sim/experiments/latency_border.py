@@ -1,0 +1,309 @@
+"""When network latency becomes the bottleneck of frequent small-batch updates.
+
+Every cell is a step time T, a round trip R, a delta of D bytes and a bound S on policy lag, run
+through the production cores over links of ``LINK_MBIT``, and compared with the same run at zero
+latency and unlimited rate. Work scales with T: a response takes T on average (CV 0.5), and there are
+half as many slots again as the trainer can use, so at zero latency the trainer is always busy.
+
+The analytic border beside it. With g the time of a usual group (the longest of its siblings), r the
+link's rate, F = 3/2 R + D / r + p the time of one update (announced, asked for, sent; p the pause):
+
+    weights    F + max(F, T) + R / 2 + g <= (S + 1) T
+    leases     R + g <= S T
+
+An agent's weights are F old when they come into use and are replaced max(F, T) later; a group that
+begins just before still has to be generated, sent and consumed within the bound. S batches may be
+under way beside the one that trains, each needs a group's time and a round trip for lease and
+result.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from sim.experiments.cells import Findings, Progress, Row, Table, run_cells
+from sim.scenario import AgentsSpec, PolicyShape, Scenario
+from sim.training_models.astraflow import GRACE_S, Links, reload_s, train_astraflow
+from sim.training_models.parameters import QWEN3_1_7B, Setting
+from sim.training_models.production import measure
+from sim.workload import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAME: Final = "b-latency-border"
+LINK_MBIT: Final = 500.0
+UNLIMITED_MBIT: Final = 1e8
+GOOD: Final = 0.95
+"""Of the steps per hour at zero latency."""
+TOKENS_S: Final = 50.0
+CV: Final = 0.5
+BATCH_GROUPS: Final = 8
+SIBLINGS: Final = 4
+AGENTS: Final = 4
+SLOTS: Final = 12
+PAUSE_S: Final = 0.036
+"""Of an engine for an update in place: 32 to 39 ms with a GPU engine's own patch call on a CPU, two
+tensors [measured here]; more for large models."""
+LONGEST: Final = 1.53
+"""Mean of the longest of 4 siblings over the mean, log-normal with CV 0.5."""
+ROUND_TRIPS_MS: Final = (0.0, 20.0, 50.0, 100.0, 200.0, 400.0, 800.0)
+STEP_TIMES_S: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+DELTAS_MB: Final = (1.0, 20.0, 200.0)
+BOUNDS: Final = (1, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """``link_mbit`` None: zero latency, unlimited rate."""
+
+    step_s: float
+    rtt_ms: float
+    delta_mb: float
+    bound: int
+    steps: int
+    link_mbit: float | None = LINK_MBIT
+
+    def scenario(self) -> Scenario:
+        mean = TOKENS_S * self.step_s
+        free = self.link_mbit is None
+        return Scenario(
+            name=NAME,
+            sites={"far": 0.0 if free else self.rtt_ms},
+            nic_mbit=UNLIMITED_MBIT,
+            agents=AgentsSpec(
+                per_site=AGENTS,
+                slots=(SLOTS,),
+                tokens_per_s=(TOKENS_S,),
+                link_mbit=(self.link_mbit or UNLIMITED_MBIT,),
+            ),
+            policies={
+                "policy": PolicyShape(
+                    batch_groups=BATCH_GROUPS, max_policy_lag=self.bound, train_s=self.step_s
+                )
+            },
+            group_size=SIBLINGS,
+            steps=self.steps,
+            limit_s=1e7,
+            workload=Workload(
+                mean_tokens=mean,
+                cv_tokens=CV,
+                max_new_tokens=max(4, round(8 * mean)),
+                delta_bytes=round(self.delta_mb * 1e6),
+                full_bytes=round(max(2e9, 20 * self.delta_mb * 1e6)),
+                swap_s=PAUSE_S,
+            ),
+            scheduler={"prefetch_groups": max(1, SLOTS // SIBLINGS)},
+        )
+
+
+def border_s(rtt_s: float, delta_mb: float, bound: int) -> float:
+    """The least step time for which both conditions hold; g is ``LONGEST`` T.
+
+    Raises:
+        ValueError: a bound for which no step time is enough.
+    """
+    room = bound + 1 - LONGEST
+    if room <= 1.0 or bound <= LONGEST:
+        raise ValueError(f"bound: {bound} never lets a group of {LONGEST} steps keep the pace")
+    update_s = 1.5 * rtt_s + delta_mb * 8 / LINK_MBIT + PAUSE_S
+    slow = (2 * update_s + rtt_s / 2) / room
+    quick = (update_s + rtt_s / 2) / (room - 1.0)
+    weights_s = slow if slow <= update_s else quick
+    return max(weights_s, rtt_s / (bound - LONGEST))
+
+
+def cells(quick: bool) -> list[Cell]:
+    """The reference of each step time and bound comes first."""
+    steps = 16 if quick else 40
+    times = (0.5, 2.0) if quick else STEP_TIMES_S
+    trips = (20.0, 400.0) if quick else ROUND_TRIPS_MS
+    deltas = (1.0, 20.0) if quick else DELTAS_MB
+    bounds = (4,) if quick else BOUNDS
+    found = [Cell(t, 0.0, 0.0, bound, steps, None) for t, bound in product(times, bounds)]
+    found += [Cell(*key, steps) for key in product(times, trips, deltas, bounds)]
+    return found
+
+
+def compute(cell: Cell) -> Row:
+    outcome = measure("farflow", cell.scenario(), max(4, cell.steps // 4), cell.step_s)
+    return {
+        "step_s": cell.step_s,
+        "rtt_ms": cell.rtt_ms,
+        "delta_mb": cell.delta_mb,
+        "bound": cell.bound,
+        "free": cell.link_mbit is None,
+        "pace_s": outcome.step_s,
+        "lag": outcome.lag_mean,
+        "waste": outcome.wasted_share,
+    }
+
+
+def run(quick: bool, jobs: int, progress: Progress = lambda done, total: None) -> Findings:
+    rows = run_cells(compute, cells(quick), jobs, progress)
+    free = {(row["step_s"], row["bound"]): row["pace_s"] for row in rows if row["free"]}
+    for row in rows:
+        row["share"] = float(f"{free[row['step_s'], row['bound']] / row['pace_s']:.6g}")
+    tables = [_map(rows, bound) for bound in sorted({row["bound"] for row in rows})]
+    tables.append(_borders(rows))
+    tables.append(_rival(quick))
+    return Findings(NAME, quick, rows, tuple(tables))
+
+
+def measured_border_s(rows: "Sequence[Row]") -> float | None:
+    """The least step time from which on the share stays good, interpolated on log T between the
+    cells on either side; None: not within the map; rows of one round trip, delta, bound."""
+    line = sorted(rows, key=lambda row: float(row["step_s"]))
+    good: float | None = None
+    before: Row | None = None
+    for row in reversed(line):
+        if row["share"] < GOOD:
+            before = row
+            break
+        good = row["step_s"]
+    if good is None or before is None:
+        return good
+    above = next(row for row in line if row["step_s"] == good)
+    weight = (GOOD - before["share"]) / (above["share"] - before["share"])
+    return float(before["step_s"] * (good / before["step_s"]) ** weight)
+
+
+def _lines(rows: "Sequence[Row]") -> dict[tuple[int, float, float], list[Row]]:
+    found: dict[tuple[int, float, float], list[Row]] = {}
+    for row in rows:
+        if not row["free"]:
+            found.setdefault((row["bound"], row["delta_mb"], row["rtt_ms"]), []).append(row)
+    return dict(sorted(found.items()))
+
+
+def _map(rows: "Sequence[Row]", bound: int) -> Table:
+    times = sorted({row["step_s"] for row in rows})
+    table = Table(
+        f"Share of the steps per hour at zero latency, lag bound {bound}",
+        ("delta", "RTT", *(f"T = {t:g} s" for t in times)),
+    )
+    for (of, delta, rtt), line in _lines(rows).items():
+        if of == bound:
+            by_time = {row["step_s"]: row["share"] for row in line}
+            shares = (f"{by_time[t]:.0%}" for t in times)
+            table.rows.append((f"{delta:g} MB", f"{rtt:g} ms", *shares))
+    return table
+
+
+def _borders(rows: "Sequence[Row]") -> Table:
+    table = Table(
+        f"Border: least step time that keeps {GOOD:.0%}",
+        ("lag bound", "delta", "RTT", "simulated", "analytic"),
+    )
+    least = min(row["step_s"] for row in rows)
+    most = max(row["step_s"] for row in rows)
+    for (bound, delta, rtt), line in _lines(rows).items():
+        found = measured_border_s(line)
+        text = f"> {most:g} s" if found is None else f"{found:.2f} s"
+        if found == least:
+            text = f"<= {least:g} s"
+        table.rows.append((str(bound), f"{delta:g} MB", f"{rtt:g} ms", text, _analytic(rtt, delta, bound)))
+    return table
+
+
+def _analytic(rtt_ms: float, delta_mb: float, bound: int) -> str:
+    try:
+        return f"{border_s(rtt_ms / 1000.0, delta_mb, bound):.2f} s"
+    except ValueError:
+        return "none"
+
+
+def rival_setting(step_s: float, steps: int) -> Setting:
+    """A 1.7B policy whose trainer's own work takes ``step_s``, with half more rollout rate than that
+    needs, so that only fixed costs of an update show."""
+    probe = Setting(QWEN3_1_7B, 2, batch_groups=BATCH_GROUPS, group_size=SIBLINGS, slots=48)
+    mean = step_s * 2 / 3 * probe.slots / (BATCH_GROUPS * SIBLINGS * probe.token_s(probe.slots))
+    plain = Setting(
+        QWEN3_1_7B,
+        2,
+        batch_groups=BATCH_GROUPS,
+        group_size=SIBLINGS,
+        mean_tokens=max(4.0, mean),
+        cv_tokens=CV,
+        max_tokens=max(8, round(8 * mean)),
+        slots=48,
+        max_lag=4,
+        train_overhead_s=0.0,
+        steps=steps,
+        warm_up=steps // 4,
+    )
+    overhead_s = max(0.0, step_s - plain.train_s(1))
+    return Setting(
+        **{f: getattr(plain, f) for f in plain.__dataclass_fields__ if f != "train_overhead_s"},
+        train_overhead_s=overhead_s,
+    )
+
+
+def _rival(quick: bool) -> Table:
+    """AstraFlow's model at 1.7B: its fixed costs bind long before a round trip does."""
+    times = (2.0, 32.0) if quick else (1.0, 4.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+    pause_s = GRACE_S + reload_s(QWEN3_1_7B)
+    table = Table(
+        f"AstraFlow's model, 1.7B, {pause_s:.1f} s pause per version: share of the trainer's own pace",
+        ("RTT", *(f"T = {t:g} s" for t in times)),
+    )
+    for rtt_s in (0.001, 0.05, 0.3):
+        links = Links(rtt_s=rtt_s, bytes_s=LINK_MBIT * 125_000.0)
+        shares = [
+            t / train_astraflow(rival_setting(t, 24 if quick else 60), links).step_s for t in times
+        ]
+        table.rows.append((f"{rtt_s * 1000:g} ms", *(f"{share:.0%}" for share in shares)))
+    return table
+
+
+def plot(findings: Findings, path: Path) -> None:
+    """A map per bound and delta with both borders."""
+    from matplotlib.colors import BoundaryNorm
+    from matplotlib.figure import Figure
+
+    lines = _lines(findings.rows)
+    bounds = sorted({key[0] for key in lines})
+    deltas = sorted({key[1] for key in lines})
+    times = sorted({row["step_s"] for row in findings.rows})
+    trips = sorted({key[2] for key in lines})
+    figure = Figure(figsize=(3.0 * len(deltas) + 1, 2.7 * len(bounds)), layout="constrained")
+    axes = figure.subplots(len(bounds), len(deltas), squeeze=False, sharey=True)
+    norm = BoundaryNorm([0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.02], 256)
+    shown = None
+    for (row, bound), (column, delta) in product(enumerate(bounds), enumerate(deltas)):
+        axis = axes[row][column]
+        grid = [
+            [next(r["share"] for r in lines[bound, delta, rtt] if r["step_s"] == t) for rtt in trips]
+            for t in times
+        ]
+        shown = axis.pcolormesh(range(len(trips) + 1), range(len(times) + 1), grid, norm=norm)
+        places, edges = [], []
+        for place, rtt in enumerate(trips):
+            try:
+                edge = border_s(rtt / 1000.0, delta, bound)
+            except ValueError:
+                continue
+            places.append(place + 0.5)
+            edges.append(_place(edge, times))
+        axis.plot(places, edges, color="red", marker=".", label="analytic border")
+        axis.set_ylim(0, len(times))
+        axis.set_xticks([n + 0.5 for n in range(len(trips))], [f"{rtt:g}" for rtt in trips])
+        axis.set_yticks([n + 0.5 for n in range(len(times))], [f"{t:g}" for t in times])
+        axis.set_title(f"{delta:g} MB, lag bound {bound}", fontsize=9)
+        if row == len(bounds) - 1:
+            axis.set_xlabel("RTT, ms")
+        if column == 0:
+            axis.set_ylabel("step time, s")
+    axes[0][0].legend(fontsize=7, loc="upper left")
+    if shown is not None:
+        figure.colorbar(shown, ax=axes, label="share of zero-latency pace")
+    figure.savefig(path, dpi=100)
+
+
+def _place(edge_s: float, times: "Sequence[float]") -> float:
+    """Where a time lies on an axis with equal distances between ``times``, on a log scale between."""
+    from math import log
+
+    steps = log(times[-1] / times[0]) / (len(times) - 1)
+    return log(edge_s / times[0]) / steps + 0.5

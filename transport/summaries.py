@@ -1,0 +1,58 @@
+"""The bounds of a group's body and of what is said about it; light, because the deciding loop reads
+summaries and never a body.
+
+What always holds: a summary without a fault is of bounded size, and its numbers and the sums of
+them fit 64 bits.
+"""
+
+import re
+
+import msgspec
+
+from transport.ids import job_of
+from transport.messages import MAX_COUNT, MAX_ID_LENGTH, GroupSummary
+
+MAX_BODY_BYTES = MAX_PACKED_BYTES = 64 * 2**20
+WHOLE_BODY_BYTES = 64 * 2**10
+"""Up to this a packed group is put in one frame; a larger one is asked for in chunks."""
+
+MAX_SEQUENCES = 1024
+"""Siblings of a group, or items of an evaluation job."""
+
+MAX_SEQUENCE_TOKENS = 2**31
+MAX_SUMMARY_BYTES = 32 * 1024
+MAX_FINITE = 1e15
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def summary_fault(summary: GroupSummary) -> str:
+    """The first rule that a summary breaks, or nothing; looks at the summary alone.
+
+    What passes is of bounded size, and its numbers and the sums of them fit 64 bits.
+    """
+    if max(len(summary.attempt), len(summary.job), len(summary.agent)) > MAX_ID_LENGTH:
+        return f"attempt: longer than {MAX_ID_LENGTH} characters"
+    if job_of(summary.attempt) != summary.job:
+        return f"attempt: {summary.attempt!r} is not one of job {summary.job!r}"
+    if _DIGEST.fullmatch(summary.digest) is None:
+        return "digest: is not 64 hexadecimal digits"
+    if not 0 < summary.size_bytes <= MAX_PACKED_BYTES:
+        return f"size_bytes: {summary.size_bytes}, at most {MAX_PACKED_BYTES}"
+    if not 0 < len(summary.rewards) == len(summary.lengths) <= MAX_SEQUENCES:
+        return f"rewards: {len(summary.rewards)} for {len(summary.lengths)} sequences"
+    numbers = (*summary.rewards, summary.queued_s, summary.generating_s)
+    if not all(abs(number) <= MAX_FINITE for number in numbers):  # NaN is not either
+        return "rewards or times are not finite"
+    if min(summary.queued_s, summary.generating_s) < 0:
+        return "times are negative"
+    if not all(0 <= n <= MAX_SEQUENCE_TOKENS for n in (*summary.lengths, summary.prompt_tokens)):
+        return f"lengths or prompt_tokens: not within 0 and {MAX_SEQUENCE_TOKENS}"
+    if not all(0 <= part <= MAX_COUNT for part in summary.fence):
+        return "fence: impossible"
+    if not all(0 <= low <= high <= MAX_COUNT for low, high in summary.versions.values()):
+        return "versions: the oldest is newer than the newest, or out of range"
+    size_bytes = len(msgspec.msgpack.encode(summary))
+    if size_bytes > MAX_SUMMARY_BYTES:
+        return f"the summary takes {size_bytes} bytes, at most {MAX_SUMMARY_BYTES}"
+    return ""
