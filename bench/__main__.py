@@ -11,6 +11,7 @@ NAMES = (
     "leases",
     "learning",
     "placement",
+    "simulator_network",
     "trajectory",
     "virtual_chaos",
     "wire",

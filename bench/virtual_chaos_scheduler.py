@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from scheduler.core import effects as do
 from scheduler.core.events import Event, FromOperator, FromService, ItemsProduced, Tick
 from scheduler.core.machine import SchedulerCore
@@ -123,22 +125,18 @@ class DurableScheduler:
         was decided since the last commit is gone."""
         changes, now = self._undone()
         log = self._store.path.with_name(FILE_NAME + "-wal")
-        size_bytes = log.stat().st_size
-        keep_bytes: int | None = None
+        torn: bytes | None = None
         if how == "after commit":
             # Nothing is left to be written: what is in memory must be what is on disk.
             self._commit(changes, now)
             dump = {(table, key): value for table, key, value in self.core.dump()}
             self._compare("memory at the end", dump)
         elif how == "torn commit" and changes:
+            before = log.read_bytes()
             self._store.commit(changes, now)
-            grown_bytes = log.stat().st_size - size_bytes
-            if grown_bytes > 0:  # otherwise the log was begun anew: nothing to cut off
-                keep_bytes = size_bytes + self._rng.randrange(grown_bytes)
-                self.torn += 1
-            else:
-                self._applied(changes)
-        self._copy(keep_bytes)
+            torn = self._torn(before, log.read_bytes())
+            self.torn += 1
+        self._copy(torn)
         self._store.close()
         shutil.rmtree(self._path(self.lives))
         self.alive = False
@@ -152,14 +150,24 @@ class DurableScheduler:
     def _path(self, life: int) -> Path:
         return self._folder / f"life-{life}"
 
-    def _copy(self, keep_bytes: int | None) -> None:
-        """The files as they are, for the next life; the log cut off after ``keep_bytes``."""
+    def _torn(self, before: bytes, after: bytes) -> bytes:
+        """A write-ahead log in the middle of being changed; it may have been begun anew."""
+        both = min(len(before), len(after))
+        changed = np.frombuffer(before[:both], np.uint8) != np.frombuffer(after[:both], np.uint8)
+        places = np.flatnonzero(changed)
+        first = int(places[0]) if places.size else both
+        last = len(after) - 1 if len(after) > both else int(places[-1])
+        cut = self._rng.randint(first, last)
+        return after[:cut] + before[cut:]
+
+    def _copy(self, log: bytes | None) -> None:
+        """The files as they are, for the next life; with another write-ahead ``log`` if given."""
         target = self._path(self.lives + 1)
         target.mkdir(mode=0o700)
         for name in (FILE_NAME, FILE_NAME + "-wal"):
             content = self._store.path.with_name(name).read_bytes()
-            if keep_bytes is not None and name.endswith("-wal"):
-                content = content[:keep_bytes]
+            if log is not None and name.endswith("-wal"):
+                content = log
             (target / name).write_bytes(content)
 
     def _compare(self, what: str, found: dict[tuple[str, str], bytes]) -> None:

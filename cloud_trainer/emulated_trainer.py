@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from cloud_trainer.trainer import Arrays, TrainingSequence
 from transport.errors import ModelError
+from transport.runtime.clock import Clock, SystemClock
 from transport.runtime.config import convert
 from transport.weights.folder import read_artefacts, read_model_folder, write_model_folder
 from transport.weights.tensors import TensorBytes
@@ -50,18 +51,20 @@ class EmulatedTrainer:
         *,
         where: str = "settings",
         sleep: Callable[[float], None] = time.sleep,
-        monotonic_s: Callable[[], float] = time.monotonic,
+        clock: Clock | None = None,
     ) -> None:
         self.settings = convert(settings, EmulatedSettings, where)
         self.step_count = 0
         self._sleep = sleep
-        self._monotonic_s = monotonic_s
+        self._clock = clock or SystemClock()
         self._artefacts: dict[str, bytes] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._cells: dict[str, Cells] = {}
 
     def load(self, folder: Path) -> None:
         """See ``Trainer.load``; other types than BF16 are refused."""
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{folder / 'config.json'}: is missing; give a model folder")
         tensors = read_model_folder(folder)
         for name, tensor in tensors.items():
             if tensor.dtype != "BF16":
@@ -78,7 +81,7 @@ class EmulatedTrainer:
 
     def step(self, groups: Sequence[Sequence[TrainingSequence]]) -> dict[str, float]:
         """See ``Trainer.step``: the change is made first, the rest of ``step_s`` is slept."""
-        began_s = self._monotonic_s()
+        began_s = self._clock.monotonic_s()
         rng = np.random.Generator(np.random.Philox(key=[self.settings.seed, self.step_count]))
         share = np.float32(self.settings.changed_share)
         for cells in self._cells.values():
@@ -86,10 +89,11 @@ class EmulatedTrainer:
         self.step_count += 1
         rewards = [sequence.reward for group in groups for sequence in group]
         tokens = sum(sum(sequence.loss_mask) for group in groups for sequence in group)
-        self._sleep(max(0.0, self.settings.step_s - (self._monotonic_s() - began_s)))
+        self._sleep(max(0.0, self.settings.step_s - (self._clock.monotonic_s() - began_s)))
         return {
             "reward_mean": sum(rewards) / len(rewards) if rewards else 0.0,
             "tokens": float(tokens),
+            **dict.fromkeys(("loss", "grad_norm", "skipped"), 0.0),
         }
 
     def published_state(self) -> dict[str, TensorBytes]:

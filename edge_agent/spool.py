@@ -1,7 +1,8 @@
 """Finished groups on disk until the trajectory log has them.
 
 What always holds: a body is durable when ``put`` returns; a file under its final name is whole, or
-it is thrown away (and reported) when the spool is opened; entries keep their order over a restart;
+it is thrown away (and reported) when the spool is opened; one that the disk does not give then is
+kept for the next start (and reported); entries keep their order over a restart;
 the folder never holds more than ``max_bytes`` of bodies; a chunk that is given out is what was put.
 Calls block, except those about memory alone (``has``, ``chunk_bytes``, ``offer``), and may come
 from several threads.
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from transport.errors import ChecksumMismatch, StoreError
+from transport.errors import ChecksumMismatch, IntegrityError, StoreError
 from transport.messages import GroupSummary, OfferedBody
 from transport.runtime.files import (
     atomic_write,
@@ -58,7 +59,8 @@ class Spool:
     """The spool of one agent. Its folder belongs to one process at a time (the caller locks it)."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Open, or make, the spool in ``folder``; ``discarded`` says what was thrown away.
+        """Open, or make, the spool in ``folder``; ``discarded`` says what was thrown away or could
+        not be read.
 
         Raises:
             StoreError: the folder cannot be used.
@@ -194,11 +196,16 @@ class Spool:
 
     def _load(self, path: Path) -> None:
         number, _, rest = path.name.partition("-")
+        if number.isdigit():
+            self._next = max(self._next, int(number) + 1)
         try:
             summary, body = _parse(path)
             if rest != summary.digest + _SUFFIX or body_digest(body) != summary.digest:
                 raise ChecksumMismatch(f"{path}: is another body than its name says")
-        except (StoreError, ChecksumMismatch, FileNotFoundError) as error:
+        except (StoreError, IntegrityError, FileNotFoundError) as error:
+            if isinstance(error.__cause__, OSError):  # its body may be sound: not ours to delete
+                self.discarded.append(f"{error}; it stays there for the next start")
+                return
             self.discarded.append(str(error))
             path.unlink(missing_ok=True)
             fsync_dir(self._folder)
@@ -208,8 +215,6 @@ class Spool:
             path, path.stat().st_size - _CHECK_BYTES - len(body), body
         )
         self._sizes[summary.digest] = len(body)
-        if number.isdigit():
-            self._next = max(self._next, int(number) + 1)
 
 
 def _stored(path: Path, offset: int, body: bytes) -> _Stored:

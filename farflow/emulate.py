@@ -18,13 +18,14 @@ from typing import Final
 import msgspec
 
 from farflow.emulate_files import write_emulation
+from farflow.emulate_times import ServiceTimes, recorded_events, service_times
 from farflow.local import LocalDeployment
 from farflow.run_folder import RunFolder
 from farflow.up import Options, prepare
 from farflow.up_config import up_config
 from scheduler.core.settings import PlacementName
 from scheduler.operator import Operator
-from sim.faults import Fault, agent_faults
+from sim.faults import Fault, agent_faults, link_faults
 from sim.measures import Measures, measure
 from sim.scenario import Scenario
 from transport.errors import FarflowError, LinkError, ProcessFailed
@@ -42,13 +43,15 @@ Notice = Callable[[str], None]
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """What an emulation gave; ``finished`` false: the scenario's ``limit_s`` came first.
-    ``back_s`` are the times from an agent's restart to its first sign of life."""
+    ``service`` are this machine's own times; ``back_s`` those from an agent's restart to its first
+    sign of life."""
 
     scenario: str
     seed: int
     finished: bool
     wall_s: float
     measures: Measures
+    service: ServiceTimes
     back_s: tuple[float, ...]
     counters: dict[str, int]
     folder: str
@@ -138,6 +141,7 @@ class _Emulation:
             finished=finished,
             wall_s=self._now() - self._began_s,
             measures=self._measures(_run(status, self._spec.name)),
+            service=self._service(),
             back_s=tuple(self._back_s),
             counters=dict(status.counters),
             folder=str(self._deployment.folder.path),
@@ -207,12 +211,24 @@ class _Emulation:
             },
         )
 
+    def _service(self) -> ServiceTimes:
+        topology, cloud = self._scenario.topology(), self._scenario.cloud
+        plans = self._scenario.fleet(self._seed)
+        rtt_s = {plan.name: topology.rtt_s(cloud, plan.site) for plan in plans}
+        folder = self._deployment.folder.scheduler / "events"
+        return service_times(recorded_events(folder), rtt_s, self._scenario.workload)
+
     # ---- faults --------------------------------------------------------------------------------
 
     async def _faults(self) -> None:
         scenario = self._scenario
-        names = [agent.name for agent in self._deployment.agents]
-        faults = agent_faults(scenario.faults, names, self._seed, scenario.limit_s)
+        plans = scenario.fleet(self._seed)
+        # Here a process takes the time to start that it takes.
+        spec = msgspec.structs.replace(scenario.faults, agent_start_s=0.0)
+        names = [plan.name for plan in plans]
+        faults = agent_faults(spec, names, self._seed, scenario.limit_s)
+        sites = [(plan.name, plan.site) for plan in plans]
+        faults += link_faults(spec, sites, self._seed, scenario.limit_s)
         for name in scenario.faults.dead_trainers:
             dies_s, down_s = scenario.faults.trainer_dies_s, scenario.faults.trainer_down_s
             faults.append(Fault(dies_s, f"trainer-{name}", "crash"))

@@ -1,11 +1,11 @@
 """A scenario of the simulator as the file, model and items of a deployment on this machine.
 
-What always holds: agents get the scenario's slots, rates, service times and links of that seed; jobs
-have the seeds that they have in the simulator, and with the fake engine so do the sequences' lengths
-(``[agent.fake] lengths_by = "place"``); what cannot be emulated is refused by its key. The delta of
-a version is made as large as the scenario says by measuring the codec on the very model
-(``changed_share``); a share of cells that changes by one unit in the last place codes to 10 % of
-the model at most, a scenario that wants more is refused.
+What always holds: agents get the scenario's slots, rates, service times and links of that seed;
+jobs have the seeds that they have in the simulator, and with the fake engine so do the lengths of
+sequences (``[agent.fake] lengths_by = "place"``); what cannot be emulated is refused by its key.
+The delta of a version is made as large as the scenario says by measuring the codec on the very
+model (``changed_share``); a share of cells that changes by one unit in the last place codes to 10 %
+of the model at most, a scenario that wants more is refused.
 """
 
 import json
@@ -18,7 +18,9 @@ import numpy as np
 
 from cloud_trainer.config import PublicationTable
 from cloud_trainer.emulated_trainer import EmulatedTrainer
+from sim.link_profile import LinkProfile
 from sim.scenario import MBIT, AgentPlan, Scenario
+from sim.topology import Topology
 from sim.workload import make_items
 from transport.errors import ConfigError
 from transport.weights.folder import read_model_folder, write_model_folder
@@ -33,7 +35,7 @@ UNLIMITED_MBIT: Final = 1e5
 
 _MOST_SHARE: Final = 2 / 3
 """Of cells: unchanged, up and down are then equally likely, no share codes to more."""
-_BISECTIONS: Final = 8
+_BISECTIONS: Final = 14
 
 
 def write_emulation(
@@ -50,6 +52,7 @@ def write_emulation(
     Raises:
         ConfigError: the scenario has something that cannot be emulated; names the key.
     """
+    _refuse_what_is_not_emulated(scenario)
     folder.mkdir(parents=True)
     if model is None:
         model = make_model(folder / "model", scenario.workload.full_bytes)
@@ -148,7 +151,7 @@ def _tables(
     share: float,
 ) -> dict[str, Any]:
     spec, workload = scenario.run_spec(), scenario.workload
-    topology = scenario.topology()
+    topology, profiles = scenario.topology(), scenario.link_profiles()
     tables: dict[str, Any] = {
         "run": {"name": spec.name, "seed": spec.seed},
         "task": {
@@ -183,18 +186,11 @@ def _tables(
         }
     models = {name: str(model) for name in scenario.policies}
     for plan in plans:
-        rtt_s = topology.rtt_s(scenario.cloud, plan.site)
-        unlimited = rtt_s == 0.0 and min(plan.up, plan.down) / MBIT >= UNLIMITED_MBIT
-        if not unlimited:
-            tables[f"links.{plan.name}"] = {
-                "rtt": f"{rtt_s * 1e3:g}ms",
-                "rate_up": f"{plan.up / MBIT:g}Mbit/s",
-                "rate_down": f"{plan.down / MBIT:g}Mbit/s",
-                # The simulator's is one way around the mean plus as much again.
-                "jitter": f"{topology.jitter_s * 1e3:g}ms",
-            }
+        link = _link(scenario, topology, plan, profiles.get(plan.site))
+        if link is not None:
+            tables[f"links.{plan.name}"] = link
         tables[f"local.agents.{plan.name}"] = {
-            "link": "local" if unlimited else plan.name,
+            "link": "local" if link is None else plan.name,
             "slots": plan.slots,
             "hardware": plan.hardware,
         }
@@ -207,6 +203,52 @@ def _tables(
             "cv_tokens": workload.cv_tokens,
         }
     return tables
+
+
+def _link(
+    scenario: Scenario, topology: Topology, plan: AgentPlan, profile: LinkProfile | None
+) -> dict[str, Any] | None:
+    """The table of an agent's emulated link; None when it needs none."""
+    rtt_s = topology.rtt_s(scenario.cloud, plan.site)
+    half_s = rtt_s / 2
+    link: dict[str, Any] = {
+        "delay_up": half_s,
+        "delay_down": half_s,
+        "jitter": topology.jitter_s,
+        "rate_up": _rate(plan.up),
+        "rate_down": _rate(plan.down),
+    }
+    if profile is not None:
+        link |= {
+            "delay_up": profile.delay_up_s,
+            "delay_down": profile.delay_down_s,
+            "jitter": profile.jitter_s,
+            "queue": profile.queue_bytes,
+            "outages": [
+                {"start": outage.start_s, "duration": outage.duration_s}
+                for outage in profile.outages
+            ],
+        }
+    elif rtt_s == 0.0 and min(plan.up, plan.down) / MBIT >= UNLIMITED_MBIT:
+        return None
+    return link
+
+
+def _rate(bytes_s: float) -> str:
+    mbit = bytes_s / MBIT
+    return f"{mbit:g}Mbit/s" if mbit < UNLIMITED_MBIT else "unlimited"
+
+
+def _refuse_what_is_not_emulated(scenario: Scenario) -> None:
+    for key, is_set in (
+        ("loss", any(scenario.loss.values()) or scenario.tcp.loss > 0.0),
+        ("drift", bool(scenario.drift)),
+        ("rate", scenario.rate != "access"),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{key}: the emulator's links have no such thing; leave it out for `sim emulate`"
+            )
 
 
 def toml_text(tables: Mapping[str, Mapping[str, Any]]) -> str:
@@ -223,4 +265,6 @@ def toml_text(tables: Mapping[str, Mapping[str, Any]]) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_value(v)}" for key, v in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(entry) for entry in value) + "]"
     return json.dumps(value)

@@ -8,7 +8,6 @@ configuration and a trainer that has finished; ports stay the same over a restar
 import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,11 +15,12 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
+from farflow.local_argv import FARFLOW, PLANES, CommandLines
 from farflow.run_folder import RunFolder
 from farflow.up_config import LocalAgent, UpConfig
 from transport.errors import ConfigError, FarflowError, ProcessFailed
 from transport.ids import policy_id
-from transport.keys import create_keys, trainer_name
+from transport.keys import create_keys
 from transport.runs import RunSpec
 from transport.runtime.origin import EXIT_CONFIG
 from transport.runtime.processes import (
@@ -32,7 +32,6 @@ from transport.runtime.processes import (
 )
 from transport.runtime.settings import TransportConfig
 
-PLANES = ("control", "trajectories", "weights")
 NO_LINK = "local"
 """The link profile that needs no emulator."""
 
@@ -88,7 +87,7 @@ class LocalDeployment:
         self.up = up
         self.agents = agents
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._overrides = overrides
+        self._argv = CommandLines(folder, overrides, spec)
         self._kept: dict[str, _Kept] = {}
         self._ports: dict[str, int] = {}
         self._restart = restart
@@ -129,7 +128,7 @@ class LocalDeployment:
         )
         await self._start_scheduler()
         for name in self.trained:
-            self._keep(f"trainer-{name}", self._trainer_argv(name))
+            self._keep(f"trainer-{name}", self._argv.trainer(name, self._ports))
         async with asyncio.TaskGroup() as group:
             for agent in self.agents:
                 group.create_task(self._start_agent(agent))
@@ -196,13 +195,13 @@ class LocalDeployment:
                 self._ports = {plane: int(line["ports"][plane]) for plane in PLANES}
                 # From now on a restarted scheduler must listen where its peers look for it.
                 self._kept["scheduler"].spec = self._child_spec(
-                    "scheduler", self._scheduler_argv(self._ports)
+                    "scheduler", self._argv.scheduler(self._ports)
                 )
             self._write_deployment()
             if not ready.done():
                 ready.set_result(None)
 
-        self._keep("scheduler", self._scheduler_argv(dict.fromkeys(PLANES, 0)), on_ready)
+        self._keep("scheduler", self._argv.scheduler(dict.fromkeys(PLANES, 0)), on_ready)
         await self._first(ready)
 
     def _write_deployment(self) -> None:
@@ -216,7 +215,7 @@ class LocalDeployment:
         ports = self._ports
         if agent.link != NO_LINK:
             ports = await self._start_link(agent)
-        argv = self._agent_argv(agent, ports)
+        argv = self._argv.agent(agent, ports)
         if agent.join_after_s:
             self._late.append(asyncio.create_task(self._join(agent, argv)))
         else:
@@ -229,7 +228,7 @@ class LocalDeployment:
     async def _start_link(self, agent: LocalAgent) -> dict[str, int]:
         name = f"link-{agent.name}"
         table = self.up.links.get(agent.link)
-        argv = [*_FARFLOW, "sim", "link", "run", "--stop-on-eof", "--log-level", "warning"]
+        argv = [*FARFLOW, "sim", "link", "run", "--stop-on-eof", "--log-level", "warning"]
         argv += ["--profile", NO_LINK if table is not None else agent.link]
         for plane in PLANES:
             argv += ["--target", f"{plane}=127.0.0.1:{self._ports[plane]}"]
@@ -363,55 +362,6 @@ class LocalDeployment:
             grace_s=self.up.local.stop_s,
         )
 
-    # ---- command lines -------------------------------------------------------------------------
-
-    def _daemon_argv(self, verb: str, settings: Mapping[str, Any]) -> list[str]:
-        argv = [*_FARFLOW, verb, "run", "--stop-on-eof", "--config", str(self.folder.config)]
-        common = {"transport.keys": str(self.folder.keys), "transport.reconnect_max_s": 5.0}
-        for text in self._overrides:
-            argv += ["--set", text]
-        for key, value in {**common, **settings}.items():
-            argv += ["--set", f"{key}={json.dumps(value)}"]
-        return argv
-
-    def _scheduler_argv(self, ports: Mapping[str, int]) -> list[str]:
-        return self._daemon_argv(
-            "scheduler",
-            {
-                "scheduler.folder": str(self.folder.scheduler),
-                "transport.host": "127.0.0.1",
-                **_port_settings(ports),
-            },
-        )
-
-    def _trainer_argv(self, name: str) -> list[str]:
-        policy = policy_id(self.spec.name, name)
-        key = trainer_name(policy)
-        return self._daemon_argv(
-            "trainer",
-            {
-                "trainer.policy": policy,
-                "trainer.folder": str(self.folder.trainer(name)),
-                "trainer.key": str(self.folder.keys / f"{key}.toml"),
-                "trainer.signing_key": str(self.folder.keys / "signing" / f"{key}.toml"),
-                "transport.host": "127.0.0.1",
-                **_port_settings(self._ports),
-            },
-        )
-
-    def _agent_argv(self, agent: LocalAgent, ports: Mapping[str, int]) -> list[str]:
-        settings = {f"agent.{key}": value for key, value in _flat(agent.settings)}
-        return self._daemon_argv(
-            "agent",
-            {
-                **settings,
-                "agent.folder": str(self.folder.agent(agent.name)),
-                "agent.key": str(self.folder.keys / f"{agent.name}.toml"),
-                "transport.host": "127.0.0.1",
-                **_port_settings(ports),
-            },
-        )
-
 
 def last_words(log: Path) -> str:
     """The last line of a child's log in brackets, cut to what a person reads; "" without one."""
@@ -422,22 +372,5 @@ def last_words(log: Path) -> str:
     return f": {lines[-1][:_LAST_WORDS]}" if lines else ""
 
 
-_FARFLOW = (sys.executable, "-m", "farflow")
-
-
-def _port_settings(ports: Mapping[str, int]) -> dict[str, int]:
-    return {f"transport.{plane}_port": ports[plane] for plane in PLANES}
-
-
 def _is_link(name: str) -> bool:
     return name.startswith("link-")
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat.extend(_flat(value, f"{prefix}{key}."))
-        else:
-            flat.append((f"{prefix}{key}", value))
-    return flat

@@ -15,7 +15,6 @@ import structlog
 
 from transport.errors import FarflowError, StoreError
 from transport.messages import PartialSummary
-from transport.partials import MAX_PARTIAL_BYTES, partial_fault
 from transport.runtime.files import (
     atomic_write,
     private_dir,
@@ -23,6 +22,7 @@ from transport.runtime.files import (
     remove_temporaries,
     store_errors,
 )
+from transport.summaries import MAX_PARTIAL_BYTES, partial_fault
 from transport.trajectory import body_digest
 
 _MAGIC: Final = b"ftns"

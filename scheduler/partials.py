@@ -37,9 +37,9 @@ from transport.messages import (
     PartialSummary,
     Role,
 )
-from transport.partials import partial_fault
 from transport.plane_hub import Arrival, PlaneHub
 from transport.runtime.clock import Clock
+from transport.summaries import partial_fault
 
 MAX_BYTES: Final = 2**30
 MAX_PARTIALS: Final = 4096

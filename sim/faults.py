@@ -37,13 +37,15 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``agent_mtbf_s`` is the mean of exponential times between an agent's crashes (0: none), each
-    down for ``agent_down_s``. A trainer named in ``dead_trainers`` (a policy's name) dies after
-    ``trainer_dies_s`` and comes back after ``trainer_down_s`` (0: never). ``link_mtbf_s`` is the mean of exponential times
-    between the moments at which an agent is cut off (0: none), ``link_down_s`` the mean of how long,
-    exponential as well; ``partitions`` are those that are planned."""
+    down for ``agent_down_s`` before it is started again, which takes ``agent_start_s``. A trainer
+    named in ``dead_trainers`` (a policy's name) dies after ``trainer_dies_s`` and comes back after
+    ``trainer_down_s`` (0: never). ``link_mtbf_s`` is the mean of exponential times between the
+    moments at which an agent is cut off (0: none), ``link_down_s`` the mean of how long,
+    exponential as well; ``partitions`` are planned ones."""
 
     agent_mtbf_s: Seconds = 0.0
     agent_down_s: Seconds = 30.0
+    agent_start_s: Seconds = 0.0
     dead_trainers: tuple[str, ...] = ()
     trainer_dies_s: Seconds = 300.0
     trainer_down_s: Seconds = 0.0
@@ -63,7 +65,7 @@ def agent_faults(spec: FaultSpec, agents: list[str], seed: int, until_s: float) 
         while at_s < until_s:
             faults.append(Fault(at_s, agent, "crash"))
             at_s += spec.agent_down_s
-            faults.append(Fault(at_s, agent, "return"))
+            faults.append(Fault(at_s + spec.agent_start_s, agent, "return"))
             at_s += rng.expovariate(1.0 / spec.agent_mtbf_s)
     return sorted(faults)
 

@@ -23,9 +23,10 @@ _FULL: Final = 1.0 - 1e-9
 
 class Connection:
     """One direction of the TCP connections between two hosts: a link that is as fast as their
-    window lets it be, and widens each round trip in which all of it is used."""
+    window lets it be, and widens each round trip in which all of it is used (next at
+    ``grows_at_s``)."""
 
-    __slots__ = ("_alarm", "_flows", "_grows", "_kernel", "carried", "pipe", "window")
+    __slots__ = ("_alarm", "_flows", "_kernel", "carried", "grows_at_s", "pipe", "window")
 
     def __init__(self, name: str, window: Window, flows: "Flows", kernel: Kernel) -> None:
         self.window = window
@@ -34,7 +35,7 @@ class Connection:
         self._flows = flows
         self._kernel = kernel
         self._alarm = Alarm(kernel, self._round_trip_over)
-        self._grows = False
+        self.grows_at_s = math.inf
 
     def began(self) -> None:
         """A transfer begins; the first after a silence may find a smaller window."""
@@ -63,16 +64,16 @@ class Connection:
         """The transfers move at ``rate`` together from now on: is it the window that holds them?"""
         if self.window.is_open or rate < self.pipe.rate * _FULL:
             self._stop()
-        elif not self._grows:
-            self._grows = True
-            self._alarm.set(self._kernel.now + self.window.rtt_s)
+        elif self.grows_at_s == math.inf:
+            self.grows_at_s = self._kernel.now + self.window.rtt_s
+            self._alarm.set(self.grows_at_s)
 
     def _stop(self) -> None:
-        self._grows = False
+        self.grows_at_s = math.inf
         self._alarm.set(None)
 
     def _round_trip_over(self) -> None:
-        self._grows = False
+        self.grows_at_s = math.inf
         self.window.grow()
         self._changed()
 
@@ -259,15 +260,19 @@ class Flows:
             rates = [flow.limit for flow in group]
         connections: dict[Connection, None] = {}
         for flow, rate in zip(group, rates, strict=True):
-            if rate != flow.rate:
+            changes = rate != flow.rate
+            if changes:
                 self._progress(flow)
                 flow.rate = rate
-                self._set_alarm(flow)
             if flow.connection is not None:
                 connections[flow.connection] = None
+            elif changes:
+                self._set_alarm(flow)
         for connection in connections:
             on_it = loads[connection.pipe].flows
             connection.judge(sum(flow.rate for flow in on_it))
+            for flow in on_it:
+                self._set_alarm(flow)
 
     def _group(self) -> list[Flow]:
         """What changed and all that it meets at links that bind, or have until now, by age."""
@@ -301,8 +306,10 @@ class Flows:
         flow.since_s = now
 
     def _set_alarm(self, flow: Flow) -> None:
-        rate = flow.rate
-        flow.alarm.set(flow.since_s + flow.remaining / rate if rate > 0.0 else None)
+        end_s = flow.since_s + flow.remaining / flow.rate if flow.rate > 0.0 else math.inf
+        # A window that is about to grow makes another end: no need to wait for this one.
+        until_s = math.inf if flow.connection is None else flow.connection.grows_at_s
+        flow.alarm.set(end_s if end_s < math.inf and end_s <= until_s else None)
 
     def _due(self, flow: Flow) -> None:
         self._progress(flow)

@@ -1,7 +1,7 @@
 """What a run gave, in numbers that a simulation and a deployment of real daemons both have.
 
-What always holds: both rungs are measured by this code from the same two sources: the steps that the
-scheduler's core recorded (``metrics.jsonl``) and its status. Times are the scheduler's.
+What always holds: both rungs are measured by this code from the same two sources: the steps that
+the scheduler's core recorded (``metrics.jsonl``) and its status. Times are the scheduler's.
 """
 
 from collections.abc import Mapping, Sequence

@@ -26,7 +26,7 @@ from transport.messages import Message
 if TYPE_CHECKING:
     import random
 
-__all__ = ["FLUID_BYTES", "OVERHEAD_BYTES", "Host", "Network", "Receive"]
+__all__ = ["FLUID_BYTES", "OVERHEAD_BYTES", "Flow", "Host", "Network", "Receive"]
 
 FLUID_BYTES: Final = 64 * 1024
 OVERHEAD_BYTES: Final = 66
@@ -198,9 +198,7 @@ class Network:
             host.stood_s += self._kernel.now - host.stopped_at_s
             host.stopped_at_s = None
             for path in host.paths:
-                waiting, path.waiting = path.waiting, []
-                for parcel in waiting:
-                    path.deliver(parcel)
+                path.go_on()
                 if path.connection is not None:
                     path.connection.anew()
         self._hold(host)
@@ -220,15 +218,16 @@ class Network:
         done: Callable[[], None],
         *,
         bound: float = UNLIMITED,
+        follows: bool = False,
     ) -> Flow:
         """Move bytes, never faster than ``bound`` bytes per second; ``done`` is called when the
-        last one has arrived."""
+        last one has arrived. One that ``follows`` left right behind a message that arrives now."""
         path = self._path(source, target)
         source_host, target_host = path.pair
 
         def left(_: Flow) -> None:
             source_host.bytes_up += size_bytes
-            self._kernel.after(path.delay_s + path.tail_s, arrived)
+            self._kernel.after((0.0 if follows else path.delay_s) + path.tail_s, arrived)
 
         def arrived(_: object) -> None:
             target_host.bytes_down += size_bytes

@@ -9,7 +9,8 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from scheduler.core.settings import PlacementName
 from sim.run import Result, simulate
@@ -17,6 +18,9 @@ from sim.scenario import Scenario
 
 OnDone = Callable[[int, int], None]
 """Called with the number of tasks that are done, and of all."""
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Task(NamedTuple):
@@ -36,28 +40,39 @@ def simulate_some(
     tasks: Sequence[Task], processes: int, on_done: OnDone | None = None
 ) -> list[Result | None]:
     """Results in the order of ``tasks``; None: interrupted before it was done."""
-    found: list[Result | None] = [None] * len(tasks)
+    return map_some(_simulate, tasks, processes, on_done)
+
+
+def map_some(
+    work: Callable[[T], R], tasks: Sequence[T], processes: int, on_done: OnDone | None = None
+) -> list[R | None]:
+    """``work`` (a function of a module) of each task, in their order; None: interrupted before."""
+    found: list[R | None] = [None] * len(tasks)
     with contextlib.suppress(KeyboardInterrupt):
-        for done, (place, result) in enumerate(_stream(tasks, processes), 1):
+        for done, (place, result) in enumerate(_stream(work, tasks, processes), 1):
             found[place] = result
             if on_done is not None:
                 on_done(done, len(tasks))
     return found
 
 
-def _stream(tasks: Sequence[Task], processes: int) -> Iterator[tuple[int, Result]]:
+def _stream(work: Callable[[T], R], tasks: Sequence[T], processes: int) -> Iterator[tuple[int, R]]:
     if processes <= 1 or len(tasks) <= 1:
         for place, task in enumerate(tasks):
-            yield place, simulate(*task)
+            yield place, work(task)
         return
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(processes, len(tasks)), initializer=_ignore_interrupts) as pool:
-        yield from pool.imap_unordered(_numbered, list(enumerate(tasks)), chunksize=1)
+        yield from pool.imap_unordered(partial(_numbered, work), list(enumerate(tasks)))
 
 
-def _numbered(numbered: tuple[int, Task]) -> tuple[int, Result]:
+def _simulate(task: Task) -> Result:
+    return simulate(*task)
+
+
+def _numbered(work: Callable[[T], R], numbered: tuple[int, T]) -> tuple[int, R]:
     place, task = numbered
-    return place, simulate(*task)
+    return place, work(task)
 
 
 def _ignore_interrupts() -> None:

@@ -110,7 +110,7 @@ class Path:
         self.flows: dict[Flow, None] = {}
         self.large: Flow | None = None
         self.behind: deque[Parcel] = deque()
-        self.waiting: list[Parcel] = []
+        self.waiting: list[tuple[float, Parcel]] = []
         self.last_s = 0.0
         self.epoch = 0
 
@@ -129,16 +129,25 @@ class Path:
         """Time stood still on the link since the message left: it is that much behind."""
         source, target = self.pair
         if source.stopped_at_s is not None or target.stopped_at_s is not None:
-            self.waiting.append(parcel)
+            self.waiting.append((self.network.now, parcel))
             return True
-        stood_s = source.stood_s + target.stood_s
-        late_s = stood_s - parcel.stood_s
-        if late_s <= 0.0:
+        if source.stood_s + target.stood_s <= parcel.stood_s:
             return False
-        at_s = self.network.now + late_s
+        self._put_off(self.network.now, parcel)
+        return True
+
+    def go_on(self) -> None:
+        """Time goes on at a host: what was to arrive meanwhile arrives as much later."""
+        if all(host.stopped_at_s is None for host in self.pair):
+            waiting, self.waiting = self.waiting, []
+            for due_s, parcel in waiting:
+                self._put_off(due_s, parcel)
+
+    def _put_off(self, due_s: float, parcel: Parcel) -> None:
+        stood_s = sum(host.stood_s for host in self.pair)
+        at_s = due_s + stood_s - parcel.stood_s
         self.last_s = max(self.last_s, at_s)
         self.network.later(at_s, self, parcel._replace(stood_s=stood_s))
-        return True
 
     @property
     def is_held(self) -> bool:

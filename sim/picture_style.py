@@ -45,7 +45,7 @@ def figure(path: Path, width: float, height: float, **options: Any) -> Iterator[
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    style = {
+    style: dict[Any, Any] = {
         "font.family": "DejaVu Sans",
         "font.size": 9.5,
         "axes.titlesize": 11.5,

@@ -1,8 +1,8 @@
-"""The map of a simulation's sites and links; where nobody knows where the sites are, their distances.
+"""The map of a simulation's sites and links, or their distances where no place is known.
 
 Coastlines are Natural Earth's (public domain, ``data/world.toml``), positions those of the cities
 that providers name (``data/places.toml``); the projection is Equal Earth (Savric, Patterson and
-Jenny, 2018), links run along great circles. Nothing is fetched.
+Jenny, 2018). Nothing is fetched.
 """
 
 import math
@@ -18,6 +18,12 @@ from sim.recording import Recording
 _A: Final = (1.340264, -0.081106, 0.000893, 0.003796)
 LAND: Final = "#e9e7e1"
 SEA: Final = "#f7fafc"
+
+Place = tuple[float, float]
+"""Latitude and longitude in degrees."""
+
+_POINT: Final = 5.44 / (11.5 * 72.0)
+"""A typographer's point on the map, in the plane's units."""
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -59,23 +65,20 @@ def project(latitude: float, longitude: float) -> tuple[float, float]:
     return x, theta * (a4 * t6 * t2 + a3 * t6 + a2 * t2 + a1)
 
 
-def great_circle(
-    one: tuple[float, float], other: tuple[float, float], points: int = 64
-) -> list[list[tuple[float, float]]]:
-    """The way between two places (latitude, longitude) in degrees, cut where it leaves the map."""
-    ends = [_vector(*one), _vector(*other)]
-    angle = math.acos(max(-1.0, min(1.0, sum(a * b for a, b in zip(*ends, strict=True)))))
-    parts: list[list[tuple[float, float]]] = [[]]
+def arc(one: Place, other: Place, points: int = 48) -> list[list[Place]]:
+    """A curve between two places, the shorter way round and bent northwards, cut where it leaves
+    the map. It shows that there is a link, not where its cables are."""
+    (lat, lon), (other_lat, other_lon) = one, other
+    turn = (other_lon - lon + 180.0) % 360.0 - 180.0
+    bend = min(18.0, 0.16 * math.hypot(turn, other_lat - lat))
+    parts: list[list[Place]] = [[]]
     for number in range(points + 1):
         share = number / points
-        if angle < 1e-9:
-            break
-        weights = (math.sin((1 - share) * angle), math.sin(share * angle))
-        x, y, z = (
-            sum(w * end[axis] for w, end in zip(weights, ends, strict=True)) / math.sin(angle)
-            for axis in range(3)
+        raw = lon + share * turn
+        place = (
+            lat + share * (other_lat - lat) + bend * math.sin(math.pi * share),
+            (raw + 180.0) % 360.0 - 180.0,
         )
-        place = (math.degrees(math.asin(max(-1.0, min(1.0, z)))), math.degrees(math.atan2(y, x)))
         if parts[-1] and abs(place[1] - parts[-1][-1][1]) > 180.0:
             parts.append([])
         parts[-1].append(place)
@@ -108,9 +111,10 @@ def _draw_world(
         norm = Normalize(0.0, max(sites.values(), default=1.0) * 1e3)
         colours = colormaps["viridis_r"]
         home = places[recording.cloud]
+        labels: list[tuple[Place, str, float]] = []
         for site, rtt_s in sorted(sites.items()):
             colour = colours(0.15 + 0.85 * norm(rtt_s * 1e3))
-            for part in great_circle(home, places[site]):
+            for part in arc(home, places[site]):
                 if len(part) > 1:
                     xy = [project(*place) for place in part]
                     axes.plot(*zip(*xy, strict=True), color=colour, linewidth=1.6, zorder=2)
@@ -118,11 +122,12 @@ def _draw_world(
             size = 24 + 6 * slots[site]
             axes.scatter([x], [y], s=size, color=colour, edgecolor="white", zorder=3)
             label = f"{site}\n{rtt_s * 1e3:.0f} ms, {slots[site]} slots"
-            _label(axes, (x, y), label, size)
+            labels.append(((x, y), label, size))
         x, y = project(*home)
         axes.scatter([x], [y], s=190, marker="*", color=INK, edgecolor="white", zorder=5)
         if recording.cloud not in sites:
-            _label(axes, (x, y), f"{recording.cloud}\nscheduler, trainers", 120)
+            labels.append(((x, y), f"{recording.cloud}\nscheduler, trainers", 120.0))
+        _place_labels(axes, labels)
         axes.set_title(
             f"{len(recording.agents)} agents at {len(sites)} sites; star: scheduler, trainers"
             f" ({recording.cloud}); area: slots, colour: round trip"
@@ -156,15 +161,46 @@ def _is_caspian(ring: list[tuple[float, float]]) -> bool:
     return bool(min(xs) < x < max(xs) and min(ys) < y < max(ys) and max(xs) - min(xs) < 0.3)
 
 
-def _label(axes: Any, at: tuple[float, float], text: str, size: float) -> None:
+def _place_labels(axes: Any, labels: list[tuple[Place, str, float]]) -> None:
+    """Each label beside its dot, on the side where it covers least of what is there."""
+    taken = [
+        (x - r, y - r, x + r, y + r)
+        for (x, y), _, size in labels
+        for r in [math.sqrt(size) / 2 * _POINT]
+    ]
+    for at, text, size in labels:
+        lines = text.split("\n")
+        wide = max(len(line) for line in lines) * 4.3 * _POINT
+        high = len(lines) * 9.5 * _POINT
+        gap = math.sqrt(size) / 2 + 3
+        sides = []
+        for dx, dy in ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1)):
+            x = at[0] + dx * gap * _POINT - (wide if dx < 0 else 0.0)
+            y = at[1] + dy * (gap * _POINT + high / 2) * 0.8 - high / 2
+            box = (x, y, x + wide, y + high)
+            sides.append((sum(_overlap(box, other) for other in taken), dx, dy, box))
+        _, dx, dy, box = min(sides, key=lambda side: side[0])
+        taken.append(box)
+        offset = (dx * gap, dy * (gap + high / _POINT / 2) * 0.8)
+        _label(axes, at, text, offset)
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    wide = min(one[2], other[2]) - max(one[0], other[0])
+    high = min(one[3], other[3]) - max(one[1], other[1])
+    return max(0.0, wide) * max(0.0, high)
+
+
+def _label(axes: Any, at: Place, text: str, offset: tuple[float, float]) -> None:
     from matplotlib.patheffects import withStroke
 
     axes.annotate(
         text,
         at,
-        (math.sqrt(size) / 2 + 3, 0),
+        offset,
         textcoords="offset points",
         fontsize=7.5,
+        ha="left" if offset[0] > 0 else "right",
         va="center",
         linespacing=1.15,
         zorder=6,
@@ -184,8 +220,8 @@ def _draw_distances(recording: Recording, sites: dict[str, float], path: Path) -
             size = 24 + 6 * slots[site]
             axes.scatter([rtt_ms], [y], s=size, color="#0072B2", edgecolor="white", zorder=2)
             count = sum(agent.site == site for agent in recording.agents)
-            _label(axes, (rtt_ms, y), f"{count} agents, {slots[site]} slots", size)
-        axes.scatter([0], [(len(order) - 1) / 2], s=190, marker="*", color=INK, zorder=3)
+            text = f"{count} agents, {slots[site]} slots"
+            _label(axes, (rtt_ms, y), text, (math.sqrt(size) / 2 + 3, 0))
         axes.set_yticks(range(len(order)), order)
         axes.set_ylim(len(order) - 0.4, -0.6)
         axes.margins(x=0.2)
@@ -200,8 +236,3 @@ def _slots(recording: Recording) -> dict[str, int]:
     for agent in recording.agents:
         found[agent.site] = found.get(agent.site, 0) + agent.slots
     return found
-
-
-def _vector(latitude: float, longitude: float) -> tuple[float, float, float]:
-    lat, lon = math.radians(latitude), math.radians(longitude)
-    return math.cos(lat) * math.cos(lon), math.cos(lat) * math.sin(lon), math.sin(lat)

@@ -46,13 +46,11 @@ def draw_timeline(recording: Recording, path: Path) -> None:
         axes.spines["left"].set_visible(False)
         some = len(agents) < len(recording.agents)
         few = f"{len(agents)} of {len(recording.agents)} agents; " if some else ""
-        axes.set_title(
-            f"Who did what when ({few}strips: the weight version in use, lines: a fetch under way)"
-        )
-        _draw_legend(axes, recording)
+        axes.set_title(f"Who did what when ({few}strip: weight version, line: a fetch under way)")
+        _draw_legend(made, recording)
 
 
-def _draw_legend(axes: Any, recording: Recording) -> None:
+def _draw_legend(made: Any, recording: Recording) -> None:
     from matplotlib.patches import Patch
 
     seen = {span.outcome for span in recording.attempts}
@@ -61,12 +59,8 @@ def _draw_legend(axes: Any, recording: Recording) -> None:
         for outcome, (colour, label) in OUTCOMES.items()
         if outcome in seen
     ]
-    axes.legend(
-        handles=patches,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(patches),
-    )
+    if patches:
+        made.legend(handles=patches, loc="outside lower right", ncols=len(patches))
 
 
 def _draw_steps(

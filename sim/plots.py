@@ -4,6 +4,7 @@ What always holds: nothing here runs a simulation or touches the network; what d
 picture is said in it.
 """
 
+import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -100,11 +101,11 @@ def draw_lag(recording: Recording, path: Path) -> None:
 
 def draw_throughput(recording: Recording, path: Path) -> None:
     """Tokens per second drawn, trained on and wasted; the share that was wasted so far."""
-    samples = _thinned(recording)
+    samples = _thinned(recording, 3.0 * _step_s(recording))
     with figure(path, 9.0, 4.8) as made:
         above, below = made.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         unit_s = seconds_axis(below, recording.ends_s)
-        pairs = list(zip(samples, samples[1:], strict=False))
+        pairs = list(itertools.pairwise(samples))
         at = [(one.at_s + other.at_s) / 2 / unit_s for one, other in pairs]
 
         def rates(name: str) -> list[float]:
@@ -119,13 +120,11 @@ def draw_throughput(recording: Recording, path: Path) -> None:
             ("wasted_tokens", OUTCOMES["wasted"][0], "wasted"),
         ):
             above.plot(at, rates(name), color=colour, linewidth=1.8, label=label)
-        above.set_ylim(bottom=0)
         above.set(title="Tokens per second, and the share of them that was for nothing")
         above.set_ylabel("tokens / s")
         above.grid(axis="y")
         above.legend(loc="upper left", ncols=3, bbox_to_anchor=(0.0, 1.02))
-        above.margins(y=0.22)
-        above.set_ylim(bottom=0)
+        above.set_ylim(0, 1.28 * max(1.0, *rates("drawn_tokens"), *rates("wasted_tokens")))
         shares = [s.wasted_tokens / max(1, s.wasted_tokens + s.trained_tokens) for s in samples]
         ats = [sample.at_s / unit_s for sample in samples]
         below.fill_between(ats, shares, color=OUTCOMES["wasted"][0], alpha=0.3, linewidth=0)
@@ -168,7 +167,7 @@ def draw_weights(recording: Recording, path: Path) -> None:
         shares = [(place + 1) / agents for place in range(agents)]
         for delays in lines:
             left.step(
-                [0, *delays],
+                [1e-3, *delays],
                 [0, *shares[: len(delays)]],
                 where="post",
                 color=SERIES[5],
@@ -177,7 +176,7 @@ def draw_weights(recording: Recording, path: Path) -> None:
             )
         typical = _typical(lines, agents)
         if typical:
-            xs, ys = [0.0, *typical], [0.0, *shares[: len(typical)]]
+            xs, ys = [1e-3, *typical], [0.0, *shares[: len(typical)]]
             left.step(xs, ys, where="post", color=SERIES[0], linewidth=2.4)
             left.annotate(
                 "the typical version",
@@ -187,7 +186,11 @@ def draw_weights(recording: Recording, path: Path) -> None:
                 color=SERIES[0],
                 fontweight="bold",
             )
-            left.set_xlim(0, typical[-1] * 1.25)
+        every = [delay for delays in lines for delay in delays]
+        if every:
+            left.set_xscale("log")
+            left.set_xlim(0.8 * max(1e-2, min(every)), 1.2 * max(every))
+            left.xaxis.set_major_formatter("{x:g}")
         left.set(
             title="From durable in the cloud to in use",
             xlabel="seconds since the version was published",
@@ -241,7 +244,7 @@ def draw_utilisation(recording: Recording, path: Path) -> None:
     """Slots in use over time per agent or site; links and trainers beside and above it."""
     import numpy as np
 
-    samples = _thinned(recording)
+    samples = _thinned(recording, 0.0)
     slots = np.array(recording.row_slots, dtype=float)[:, None]
     busy = np.array([sample.busy_s for sample in samples]).T
     times = np.array([sample.at_s for sample in samples])
@@ -261,7 +264,7 @@ def draw_utilisation(recording: Recording, path: Path) -> None:
         heat.tick_params(axis="y", labelsize=8, length=0)
         heat.invert_yaxis()
         heat.set_title(f"Slots in use: {used.mean():.0%} on average", fontsize=10)
-        bar = made.colorbar(image, ax=heat, location="bottom", aspect=50, pad=0.02)
+        bar = made.colorbar(image, ax=heat, location="bottom", aspect=60, pad=0.01, fraction=0.04)
         bar.ax.xaxis.set_major_formatter("{x:.0%}")
         bar.outline.set_visible(False)
         _draw_trainers(trainer, recording, times, unit_s)
@@ -271,13 +274,15 @@ def draw_utilisation(recording: Recording, path: Path) -> None:
 def _draw_trainers(axes: Any, recording: Recording, times: Any, unit_s: float) -> None:
     import numpy as np
 
-    edges = np.linspace(0.0, times[-1], min(BINS, len(times)) + 1)
+    # Bins of several steps, or the line would only show where in a step each bin begins.
+    fitting = recording.ends_s / max(3.0 * _step_s(recording), 1e-9)
+    edges = np.linspace(0.0, times[-1], int(min(BINS, max(2.0, fitting))) + 1)
     middle = (edges[1:] + edges[:-1]) / 2 / unit_s
     for number, policy in enumerate(sorted(recording.bounds)):
         spans = [(s.began_s, s.ended_s) for s in recording.steps if s.policy == policy]
         busy = [
             sum(max(0.0, min(end, high) - max(begin, low)) for begin, end in spans) / (high - low)
-            for low, high in zip(edges, edges[1:], strict=False)
+            for low, high in itertools.pairwise(edges)
         ]
         total = sum(end - begin for begin, end in spans) / max(recording.ends_s, 1e-9)
         colour = SERIES[number % len(SERIES)]
@@ -325,11 +330,25 @@ def _draw_links(axes: Any, recording: Recording) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), fontsize=8)
 
 
-def _thinned(recording: Recording) -> list[Any]:
-    """At most ``BINS`` + 1 samples, with the first and the last."""
+def _thinned(recording: Recording, least_s: float) -> list[Any]:
+    """At most about ``BINS`` samples with ``least_s`` between them, the first and the last among
+    them."""
     samples = recording.samples
-    kept = samples[:: max(1, -(-len(samples) // BINS))]
-    return kept if kept[-1] is samples[-1] else [*kept, samples[-1]]
+    apart_s = max(least_s, recording.ends_s / BINS)
+    kept = [samples[0]]
+    for sample in samples[1:-1]:
+        if sample.at_s - kept[-1].at_s >= apart_s and recording.ends_s - sample.at_s >= apart_s / 2:
+            kept.append(sample)
+    return [*kept, *samples[-1:]] if len(samples) > 1 else kept
+
+
+def _step_s(recording: Recording) -> float:
+    """Usual seconds from one step to the next."""
+    ends: dict[str, list[float]] = {}
+    for step in recording.steps:
+        ends.setdefault(step.policy, []).append(step.ended_s)
+    gaps = [b - a for own in ends.values() for a, b in itertools.pairwise(own)]
+    return statistics.median(gaps) if gaps else 0.0
 
 
 def _first_use(swaps: list[tuple[int, float]], version: int, at_s: float) -> float | None:

@@ -158,6 +158,12 @@ class Simulation:
         return self._result()
 
     @property
+    def steps_made(self) -> int:
+        """Of the policy that has made fewest."""
+        steps = self.ledger.steps
+        return min((len(steps.get(policy, ())) for policy in self._targets), default=0)
+
+    @property
     def recording(self) -> Recording | None:
         """What was recorded until now."""
         recorder = self.ledger.recorder
@@ -172,6 +178,10 @@ class Simulation:
             most={policy_id(RUN, name): self.scenario.steps for name in names},
             batch_groups={policy_id(RUN, name): s.batch_groups for name, s in names.items()},
         )
+
+    def link_bytes(self, agent: str) -> tuple[int, int]:
+        """Bytes that an agent's access link carried, up and down."""
+        return self._hosts[agent].bytes_up, self._hosts[agent].bytes_down
 
     def problems(self) -> list[str]:
         """Where the books of scheduler, services and engines contradict each other."""
@@ -217,6 +227,7 @@ class Simulation:
             workflows={"single_turn": "sim"},
             rewards=("reasoning-gym",),
             labels={"region": plan.site},
+            price_usd_hour=plan.usd_hour,
         )
         actor = AgentActor(
             plan.name,
@@ -252,9 +263,6 @@ class Simulation:
         ]
         ledger = self.ledger
 
-        def link_bytes(agent: str) -> tuple[int, int]:
-            return self._hosts[agent].bytes_up, self._hosts[agent].bytes_down
-
         def tokens() -> tuple[int, int, int]:
             wasted = ledger.wasted_tokens + ledger.aborted_tokens
             return ledger.trained_tokens, wasted, ledger.drawn_tokens
@@ -267,7 +275,7 @@ class Simulation:
                 policy_id(RUN, name): shape.max_policy_lag
                 for name, shape in self.scenario.policies.items()
             },
-            link_bytes=link_bytes,
+            link_bytes=self.link_bytes,
             tokens=tokens,
         )
 

@@ -30,13 +30,23 @@ Rate = Annotated[float, Meta(gt=0.0, le=1e9)]
 
 class AgentsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``per_site`` agents at each site; slots, tokens per second of one sequence and access link
-    (Mbit/s; upwards ``up_mbit`` where given) are drawn from these choices, each by itself."""
+    (Mbit/s; upwards ``up_mbit`` where given) are drawn from these choices, each by itself;
+    ``usd_hour`` is what an agent costs, in the order of ``tokens_per_s``."""
 
     per_site: Positive = 2
     slots: tuple[Positive, ...] = (8,)
     tokens_per_s: tuple[Rate, ...] = (50.0,)
     link_mbit: tuple[Rate, ...] = (100.0,)
     up_mbit: tuple[Rate, ...] = ()
+    usd_hour: tuple[Annotated[float, Meta(ge=0.0, le=1e6)], ...] = ()
+
+    def price_usd_hour(self, tokens_per_s: float) -> float:
+        """Raises ConfigError when prices and speeds are not pairs."""
+        if not self.usd_hour:
+            return 0.0
+        if len(self.usd_hour) != len(self.tokens_per_s):
+            raise ConfigError("agents.usd_hour: give one price for each of agents.tokens_per_s")
+        return self.usd_hour[self.tokens_per_s.index(tokens_per_s)]
 
 
 class PolicyShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +67,7 @@ class Scenario(LinkKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     about: str = ""
     regions: str = ""
-    sites: dict[str, Annotated[float, Meta(ge=0.0, le=1e5)]] = {}
+    sites: dict[str, Annotated[float, Meta(ge=0.0, le=1e5)]] = msgspec.field(default_factory=dict)
     cloud: str = "us-east-1"
     nic_mbit: Rate = 25_000.0
     agents: AgentsSpec = AgentsSpec()
@@ -69,7 +79,7 @@ class Scenario(LinkKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
     limit_s: Annotated[float, Meta(gt=0.0, le=1e9)] = 50_000.0
     workload: Workload = Workload()
     faults: FaultSpec = FaultSpec()
-    scheduler: dict[str, Any] = {}
+    scheduler: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property
     def nic_rate(self) -> float:
@@ -107,7 +117,9 @@ class Scenario(LinkKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 if profile := profiles.get(site):
                     ways = (profile.rate_up_bits_per_s, profile.rate_down_bits_per_s)
                     rates = (link_rate(ways[0]), link_rate(ways[1]))
-                plans.append(AgentPlan(f"{site}-{number}", site, slots, tokens_per_s, *rates))
+                usd_hour = spec.price_usd_hour(tokens_per_s)
+                name = f"{site}-{number}"
+                plans.append(AgentPlan(name, site, slots, tokens_per_s, *rates, usd_hour))
         return plans
 
     def core_settings(self, placement: str) -> CoreSettings:
@@ -151,6 +163,7 @@ class AgentPlan(msgspec.Struct, frozen=True):
     tokens_per_s: float
     up: float
     down: float
+    usd_hour: float = 0.0
 
     @property
     def hardware(self) -> str:

@@ -5,7 +5,7 @@ see the same seeds.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Sweep:
 
 def sweep(
     scenario: Scenario,
-    axes: dict[str, Sequence[Any]],
+    axes: Mapping[str, Sequence[Any]],
     *,
     placement: PlacementName,
     seeds: Sequence[int],

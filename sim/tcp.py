@@ -42,7 +42,7 @@ class TcpSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     streams: Annotated[int, Meta(ge=1, le=1024)] = 1
     mss_bytes: Annotated[int, Meta(ge=64, le=65_535)] = 1448
     initial_segments: Annotated[int, Meta(ge=1, le=1000)] = 10
-    growth: Annotated[float, Meta(ge=1.1, le=2.0)] = 1.75
+    growth: Annotated[float, Meta(ge=1.1, le=2.0)] = 1.7
     window_bytes: Annotated[int, Meta(ge=1460, le=2**40)] = 3 * 2**20
     loss: Annotated[float, Meta(ge=0.0, le=0.5)] = 0.0
 

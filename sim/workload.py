@@ -22,8 +22,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Lengths are log-normal in tokens, cut off at ``max_new_tokens``. ``body_bytes_per_token`` is
     what a packed trajectory takes. ``delta_bytes`` is the size of a version's delta, ``full_bytes``
     of the whole model. ``train_s`` is the time of a step, ``publish_s`` until its version's files
-    are ready, ``swap_s`` the pause of an engine that takes new weights, ``store_s`` the time in
-    which a body or version becomes durable."""
+    are ready, ``apply_s`` from a version's last byte until an agent can serve it, ``swap_s`` the
+    pause of an engine that takes new weights, ``store_s`` the time in which a body or version
+    becomes durable."""
 
     mean_tokens: Annotated[float, Meta(gt=0.0, le=1e6)] = 1200.0
     cv_tokens: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.2
@@ -33,6 +34,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     body_bytes_per_token: Annotated[float, Meta(gt=0.0, le=1e4)] = 5.0
     train_s: Seconds = 12.0
     publish_s: Seconds = 0.0
+    apply_s: Seconds = 0.0
     delta_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 150_000_000
     full_bytes: Annotated[int, Meta(ge=1, le=2**50)] = 1_200_000_000
     swap_s: Seconds = 0.3

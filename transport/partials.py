@@ -13,8 +13,6 @@ Layout, integers little-endian:
     group   as in ``transport.trajectory``; a sibling that has not begun has no tokens
 """
 
-import re
-
 import msgspec
 
 from transport.compression import compress, decompress
@@ -24,19 +22,16 @@ from transport.errors import (
     SizeLimitExceeded,
     TruncatedBlob,
 )
-from transport.ids import Fence, job_of
-from transport.messages import MAX_COUNT, MAX_ID_LENGTH, PartialSummary
+from transport.ids import Fence
+from transport.messages import MAX_ID_LENGTH, PartialSummary
+from transport.summaries import MAX_PARTIAL_BYTES
 from transport.trajectory import SequenceRecord, TrajectoryGroup, body_digest, pack, unpack
-
-MAX_PARTIAL_BYTES = 8 * 2**20
-"""Packed. A partial that is larger is not kept: its attempt begins anew where it must."""
 
 _MAX_UNPACKED_BYTES = 4 * MAX_PARTIAL_BYTES
 """Of the group's columns."""
 
 _MAX_STATE_BYTES = 4 * 2**20
 _MAX_TURNS = 2**20
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAGIC = b"fpar"
 _FORMAT = 1
 _PREFIX_BYTES = 13
@@ -162,21 +157,6 @@ def summarise_partial(partial: Partial, data: bytes, *, fence: Fence) -> Partial
         size_bytes=len(data),
         oldest=oldest,
     )
-
-
-def partial_fault(summary: PartialSummary) -> str:
-    """The first rule that a summary breaks, or nothing; looks at the summary alone."""
-    if job_of(summary.attempt) != summary.job:
-        return f"attempt: {summary.attempt!r} is not one of job {summary.job!r}"
-    if _DIGEST.fullmatch(summary.digest) is None:
-        return "digest: is not 64 hexadecimal digits"
-    if not 0 < summary.size_bytes <= MAX_PARTIAL_BYTES:
-        return f"size_bytes: {summary.size_bytes}, at most {MAX_PARTIAL_BYTES}"
-    if not 0 < summary.turns <= MAX_COUNT or not summary.oldest:
-        return "turns: no turn is finished"
-    if not all(0 <= part <= MAX_COUNT for part in summary.fence):
-        return "fence: impossible"
-    return ""
 
 
 def _fault(partial: Partial) -> str:

@@ -10,11 +10,14 @@ import re
 import msgspec
 
 from transport.ids import job_of
-from transport.messages import MAX_COUNT, MAX_ID_LENGTH, GroupSummary
+from transport.messages import MAX_COUNT, MAX_ID_LENGTH, GroupSummary, PartialSummary
 
 MAX_BODY_BYTES = MAX_PACKED_BYTES = 64 * 2**20
 WHOLE_BODY_BYTES = 64 * 2**10
 """Up to this a packed group is put in one frame; a larger one is asked for in chunks."""
+
+MAX_PARTIAL_BYTES = 8 * 2**20
+"""Packed finished turns. What is larger is not kept: its attempt begins anew where it must."""
 
 MAX_SEQUENCES = 1024
 """Siblings of a group, or items of an evaluation job."""
@@ -55,4 +58,19 @@ def summary_fault(summary: GroupSummary) -> str:
     size_bytes = len(msgspec.msgpack.encode(summary))
     if size_bytes > MAX_SUMMARY_BYTES:
         return f"the summary takes {size_bytes} bytes, at most {MAX_SUMMARY_BYTES}"
+    return ""
+
+
+def partial_fault(summary: PartialSummary) -> str:
+    """The first rule that a summary breaks, or nothing; looks at the summary alone."""
+    if job_of(summary.attempt) != summary.job:
+        return f"attempt: {summary.attempt!r} is not one of job {summary.job!r}"
+    if _DIGEST.fullmatch(summary.digest) is None:
+        return "digest: is not 64 hexadecimal digits"
+    if not 0 < summary.size_bytes <= MAX_PARTIAL_BYTES:
+        return f"size_bytes: {summary.size_bytes}, at most {MAX_PARTIAL_BYTES}"
+    if not 0 < summary.turns <= MAX_COUNT or not summary.oldest:
+        return "turns: no turn is finished"
+    if not all(0 <= part <= MAX_COUNT for part in summary.fence):
+        return "fence: impossible"
     return ""

@@ -286,17 +286,13 @@ class AgentCore:
 
     def _offered(self, offers: tuple[LeaseOffer, ...], now: float) -> list[Effect]:
         """One after the other; the replies leave in one frame."""
-        replies: list[LeaseReply] = []
-        effects: list[Effect] = []
-        for offer in offers:
-            for effect in self._work.offered(offer, now):
-                if isinstance(effect, ToScheduler) and isinstance(effect.message, LeaseReply):
-                    replies.append(effect.message)
-                else:
-                    effects.append(effect)
-        if replies:
-            effects.append(ToScheduler(message=LeaseReplies(replies=tuple(replies))))
-        return effects
+        effects = [effect for offer in offers for effect in self._work.offered(offer, now)]
+        said = [effect.message for effect in effects if isinstance(effect, ToScheduler)]
+        replies = tuple(message for message in said if isinstance(message, LeaseReply))
+        effects = [effect for effect in effects if not isinstance(effect, ToScheduler)]
+        return (
+            [*effects, ToScheduler(message=LeaseReplies(replies=replies))] if replies else effects
+        )
 
     def _replied(self, message: HeartbeatReply, now: float) -> list[Effect]:
         if not self._session.replied(message, now):

@@ -16,7 +16,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     last version is still to arrive, and it may be wanted again. The copy of a policy is read again
     as a whole every ``verify_every_swaps`` swaps and at versions with a signed full digest, and
     cells of the engine are compared with it after the first two and every
-    ``read_back_every_swaps``-th (0: never). Bodies above
+    ``read_back_every_swaps``-th (0: never). While an attempt waits for a slot only, the engine is
+    asked every ``slot_poll_s`` what it holds. Bodies above
     ``whole_body_bytes`` are offered, at most ``upload_offers`` at once, and asked for in chunks by
     the log; the others are put whole, at most the upload window of them under way.
     """

@@ -8,15 +8,17 @@ q_j the groups per second that it takes on, all agents that are faster than F ta
     K(F) = sum over F_j < F of q_j (F - F_j)
 
 groups that are back before F. So a group goes to an agent with finish time F only if more groups
-wait than ``HOLD`` x K(F) (earliest finish time, with the waiting groups as a queue that all agents share).
+wait than ``HOLD`` x K(F): earliest finish time, with the waiting groups as a queue that all agents
+share.
 
 Example: 24 slots that take 12 s and 60 that take 24 s: K(24) = 24 / 12 x (24 - 12) = 24, of which
 0.4 are kept: the first 9 waiting groups wait for the fast slots, at most 12 s; the others begin on
 the slow ones at once.
 
 What always holds: it looks at no more than ``shortlist`` agents and is worked out once per
-``KEEP_S`` and run, or when an eighth of the agents have sent results, which makes it O(1) each; agents that are too stale, cordoned or not ready take nothing on; equal agents
-never make each other wait.
+``KEEP_S`` and run, or when an eighth of the agents have sent results, which makes it O(1) each;
+agents that are too stale, cordoned or not ready take nothing on; equal agents never make each other
+wait; and nothing waits for longer than it would save.
 """
 
 from scheduler.core import candidates

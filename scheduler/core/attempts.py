@@ -53,12 +53,24 @@ def start(ctx: Context, job: Job, choice: Choice, pinned: dict[str, int]) -> Lea
     lease = track(ctx, job, record, pinned)
     live = ctx.agents[choice.agent]
     live.offered_s = ctx.now
-    ctx.runs[job.run].bucket.take(lease.tokens)
+    _spend(ctx, job, lease.tokens)
     ctx.timers.set("attempt", record.id, ctx.now + ctx.settings.offer_timeout_s)
     ctx.count("attempts.offered")
     ctx.note(record.id, "offered", agent=choice.agent, why=choice.reason, score=choice.score)
     settle(ctx, job)
     return lease
+
+
+def learn_tokens(ctx: Context, job: Job, lease: Lease, tokens: float) -> None:
+    """A result says how many tokens it really took."""
+    _spend(ctx, job, tokens - lease.tokens)
+    lease.tokens = tokens
+
+
+def _spend(ctx: Context, job: Job, tokens: float) -> None:
+    """Evaluations, which no quota holds up, take nothing from training's."""
+    if not job.evaluation:
+        ctx.runs[job.run].bucket.take(tokens)
 
 
 def track(ctx: Context, job: Job, record: Attempt, pinned: dict[str, int]) -> Lease:
@@ -240,7 +252,7 @@ def end(ctx: Context, job: Job, record: Attempt, what: str, **facts: object) -> 
     for policy in tuple(lease.deadlines):
         _forget_use(ctx, lease, policy)
     if what in NOT_TAKEN:
-        ctx.runs[job.run].bucket.take(-lease.tokens)
+        _spend(ctx, job, -lease.tokens)
     job.attempts.remove(record)
     ended = AttemptRecord(
         attempt=record.id,

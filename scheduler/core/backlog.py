@@ -2,8 +2,8 @@
 
 Sequences get slots in the order of the offers. Of a group of n sequences that begins at b, with
 mean time m and longest time l, n - 1 slots are free again at b + m' and the last one at b + l,
-where m' is the mean of the others. A time that has passed without news is taken to be late by a share of
-its lateness (``OVERRUN``): whoever is late will be late for a while longer.
+where m' is the mean of the others. A time that has passed without news is taken to be late by a
+share of its lateness (``OVERRUN``): whoever is late will be late for a while longer.
 
     wait(k sequences) = max(mean start, last start + m - l)
 

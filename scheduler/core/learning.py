@@ -4,7 +4,7 @@ What always holds: nothing here decides anything or is durable; a result that wa
 learnt from once (its lease is over after the first time).
 """
 
-from scheduler.core import prefetch
+from scheduler.core import attempts, prefetch
 from scheduler.core.context import Context, Lease
 from scheduler.core.estimators import MAX_KINDS, RunEstimate
 from scheduler.core.state import Job
@@ -35,9 +35,7 @@ def learn(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
         estimate.uploaded(size_bytes=summary.size_bytes, upload_s=upload_s, now=ctx.now)
     run = ctx.runs[job.run]
     run.absorbers_age += 1
-    used = float(sum(summary.lengths))
-    run.bucket.take(used - lease.tokens)
-    lease.tokens = used
+    attempts.learn_tokens(ctx, job, lease, float(sum(summary.lengths)))
     if job.kind == "train":
         run.estimate.group_done(summary.lengths, summary.size_bytes)
         _learn_family(ctx, job, summary)

@@ -15,7 +15,7 @@ from scheduler.core.context import Context, Lease
 from scheduler.core.placement import Choice, steps_ahead
 from scheduler.core.state import Job, Run
 from transport.messages import PartialRef, PartialStored, PartialSummary
-from transport.partials import partial_fault
+from transport.summaries import partial_fault
 
 
 def stored(ctx: Context, message: PartialStored) -> None:

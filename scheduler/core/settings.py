@@ -18,12 +18,12 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Durations in seconds.
 
     ``shortlist`` bounds how many agents one placement looks at; fleets with no more free agents
-    than that are searched in full, of larger ones a quarter of it is drawn. ``heartbeat_scale_agents`` is the fleet size above which the
-    assigned heartbeat interval grows in proportion. ``remembered_results`` is how many confirmed
-    results of a submitter are known again when their jobs are submitted once more. An attempt that
-    its agent has held for ``attempt_max_s`` counts as lost, however often it is renewed. With
-    ``prompts_on_disk`` the items of submitters' jobs are rows of their own, and the shell puts
-    them into the offers.
+    than that are searched in full, of larger ones a quarter of it is drawn.
+    ``heartbeat_scale_agents`` is the fleet size above which the assigned heartbeat interval grows
+    in proportion. ``remembered_results`` is how many confirmed results of a submitter are known
+    again when their jobs are submitted once more. An attempt that its agent has held for
+    ``attempt_max_s`` counts as lost, however often it is renewed. With ``prompts_on_disk`` the
+    items of submitters' jobs are rows of their own, and the shell puts them into the offers.
     """
 
     placement: PlacementName = "finish-time"

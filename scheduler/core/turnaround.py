@@ -2,9 +2,9 @@
 
     bucket of t = floor(log(t / LEAST_S) / log(GROWTH)),   quantile = geometric middle of its bucket
 
-(log-spaced buckets as in DDSketch: Masson et al., VLDB 2019). What always holds: at most ``BUCKETS``
-buckets; a quantile of durations between ``LEAST_S`` and about 10^8 s is within 1 % of a true one;
-nothing here is durable, it counts from the start of this scheduler.
+(log-spaced buckets as in DDSketch: Masson et al., VLDB 2019). What always holds: at most
+``BUCKETS`` buckets; a quantile of durations between ``LEAST_S`` and about 10^8 s is within 1 % of a
+true one; nothing here is durable, it counts from the start of this scheduler.
 """
 
 import math
@@ -39,5 +39,5 @@ class Durations:
         for index in sorted(self._buckets):
             left -= self._buckets[index]
             if left < 0:
-                return LEAST_S * GROWTH ** (index + 0.5)
+                return LEAST_S * math.exp((index + 0.5) * _LOG_GROWTH)
         raise AssertionError("the buckets hold as many as were counted")

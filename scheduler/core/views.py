@@ -43,7 +43,7 @@ def view_of(ctx: Context, run: Run, job: Job) -> JobView:
         mean = min(mean, longest)
     policies = (
         tuple(
-            _policy_view(ctx, run, id)
+            _policy_view(ctx, run, id, itself=copy.state == "in_flight")
             for id, copy in job.copies.items()
             if copy.state in ("queued", "in_flight")
         )
@@ -62,7 +62,8 @@ def view_of(ctx: Context, run: Run, job: Job) -> JobView:
     )
 
 
-def _policy_view(ctx: Context, run: Run, id: str) -> PolicyView:
+def _policy_view(ctx: Context, run: Run, id: str, *, itself: bool) -> PolicyView:
+    """``itself``: the group is one of those in flight, and does not go before itself."""
     live, policy = ctx.policies[id], ctx.tables.policies[id]
     spec = run.spec.policies[policy.name]
     row = account(ctx, id, "train").row
@@ -75,7 +76,7 @@ def _policy_view(ctx: Context, run: Run, id: str) -> PolicyView:
         busy_s=live.busy_s.value,
         batch=spec.batch_groups,
         ready=row.buffered + running,
-        in_flight=row.in_flight,
+        in_flight=row.in_flight - itself,
         grant_s=_next_grant_s(ctx, live, running, row.buffered, spec.batch_groups),
         interval_s=_interval_s(live),
         running=running,

@@ -45,10 +45,12 @@ PLANE_HOSTS = {Plane.CONTROL: SCHEDULER, Plane.TRAJECTORIES: LOG, Plane.WEIGHTS:
 
 
 class ModelledPlan(msgspec.Struct, frozen=True):
-    """What stands in a modelled plan's manifest: how much there is to fetch, and what it makes."""
+    """What stands in a modelled plan's manifest: how much there is to fetch, what it makes, and
+    whether it follows the plan unasked, as deltas do to one who has a copy."""
 
     size_bytes: int
     digest: str
+    follows: bool = False
 
 
 class Spooled(NamedTuple):
@@ -329,7 +331,7 @@ class AgentActor:
         began_s = self._kernel.now
         life = self._incarnation
         size_bytes = sum(_modelled(plan, n).size_bytes for n in range(len(plan.steps)))
-        digest = _modelled(plan, -1).digest
+        digest, follows = _modelled(plan, -1).digest, _modelled(plan, -1).follows
         self._fetching[policy] = (ticket, None, began_s)
         if self._ledger.recorder is not None:
             self._ledger.recorder.fetching(self.name, policy, plan.version, size_bytes)
@@ -341,7 +343,9 @@ class AgentActor:
 
         def asked(_: object) -> None:
             if current():
-                flow = self._network.transfer(STORE, self.name, size_bytes, arrived)
+                flow = self._network.transfer(
+                    STORE, self.name, size_bytes, arrived, follows=follows
+                )
                 self._fetching[policy] = (ticket, flow, began_s)
 
         def arrived() -> None:
@@ -351,8 +355,13 @@ class AgentActor:
                 self._staged[policy] = (plan.version, digest, size_bytes, took_s)
                 if self._ledger.recorder is not None:
                     self._ledger.recorder.arrived(self.name, policy)
-                self.feed(on.PlanStaged(policy=policy, ticket=ticket))
+                self._later(
+                    self._draws.workload.apply_s, on.PlanStaged(policy=policy, ticket=ticket)
+                )
 
+        if follows:
+            asked(None)
+            return
         # The chunks are asked for: half a round trip passes before the first one leaves.
         self._kernel.after(self._network.delay_s(self.name, STORE), asked)
 

@@ -6,7 +6,7 @@ restart from. Nothing is decided here.
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scheduler.core import effects as do
 from scheduler.core.events import (
@@ -24,14 +24,16 @@ from sim.network import Network
 from sim.workload import make_items
 from transport.messages import CommandReply, Message, RunSubmit
 from transport.runs import RunSpec
-from transport.status import StepStatus
+
+if TYPE_CHECKING:
+    from transport.status import StepStatus
 
 FromPeer = Callable[[str, Message], Event]
 
 
 class SchedulerActor:
-    """One scheduler. ``ended`` maps runs to the reason with which they finished; ``steps`` are those
-    that the core recorded, as the daemon writes them to ``metrics.jsonl``; ``recorded`` takes
+    """One scheduler. ``ended`` maps runs to the reason with which they finished; ``steps`` are
+    those that the core recorded, as the daemon writes them to ``metrics.jsonl``; ``recorded`` takes
     all events with their times, unless it is None."""
 
     def __init__(

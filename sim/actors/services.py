@@ -277,7 +277,8 @@ class WeightStoreActor:
         if have in versions:
             gap = versions[target].announcement.step - versions[have].announcement.step
             size_bytes = min(size_bytes, self._workload.gap_bytes(gap))
-        modelled = ModelledPlan(size_bytes, versions[target].announcement.digest)
+        digest = versions[target].announcement.digest
+        modelled = ModelledPlan(size_bytes, digest, follows=have in versions)
         step = PlanStep(
             manifest=msgspec.msgpack.encode(modelled),
             signature=_REST_OF_MANIFEST,

@@ -1,1 +1,1 @@
-"""Three questions about decoupled training, answered on virtual time: ``farflow sim experiment``."""
+"""Three questions about decoupled training, answered on virtual time."""

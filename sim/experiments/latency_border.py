@@ -2,22 +2,27 @@
 
 Every cell is a step time T, a round trip R, a delta of D bytes and a bound S on policy lag, run
 through the production cores over links of ``LINK_MBIT``, and compared with the same run at zero
-latency and unlimited rate. Work scales with T: a response takes T on average (CV 0.5), and there are
-half as many slots again as the trainer can use, so at zero latency the trainer is always busy.
+latency and unlimited rate. Work scales with T: a response takes T / 2 on average (CV 0.5), and
+there are twice as many slots as the trainer can use, so that at zero latency it is always busy.
 
-The analytic border beside it. With g the time of a usual group (the longest of its siblings), r the
-link's rate, F = 3/2 R + D / r + p the time of one update (announced, asked for, sent; p the pause):
+The analytic border beside it is where a step time is just long enough for three conditions. g is
+the time that 95 % of groups stay below (the longest of its siblings), r the link's rate, p the
+engine's pause:
 
+    link       D / r < T
     weights    F + max(F, T) + R / 2 + g <= (S + 1) T
     leases     R + g <= S T
 
-An agent's weights are F old when they come into use and are replaced max(F, T) later; a group that
-begins just before still has to be generated, sent and consumed within the bound. S batches may be
-under way beside the one that trains, each needs a group's time and a round trip for lease and
-result.
+F is the time of one update: announced, asked for, sent, applied. An update that takes longer than a
+step brings all that changed meanwhile, F / T deltas, so F = (3/2 R + p) / (1 - D / (r T)); a
+quicker one brings one delta, F = 3/2 R + p + D / r. An agent's weights are F old when they come
+into use and are replaced max(F, T) later; a group that begins just before still has to be
+generated, sent and consumed within the bound. S batches may be under way beside the one that
+trains, each of which needs a group's time and a round trip for lease and result. Queues are left
+out, so the border is the best that any scheduler could do.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -37,21 +42,23 @@ LINK_MBIT: Final = 500.0
 UNLIMITED_MBIT: Final = 1e8
 GOOD: Final = 0.95
 """Of the steps per hour at zero latency."""
-TOKENS_S: Final = 50.0
+TOKENS_S: Final = 200.0
 CV: Final = 0.5
 BATCH_GROUPS: Final = 8
 SIBLINGS: Final = 4
 AGENTS: Final = 4
-SLOTS: Final = 12
+SLOTS: Final = 8
 PAUSE_S: Final = 0.036
 """Of an engine for an update in place: 32 to 39 ms with a GPU engine's own patch call on a CPU, two
 tensors [measured here]; more for large models."""
-LONGEST: Final = 1.53
-"""Mean of the longest of 4 siblings over the mean, log-normal with CV 0.5."""
+RESPONSE: Final = 0.5
+"""Mean time of a response over T."""
+GROUP: Final = RESPONSE * 2.57
+"""g / T: the 95 % quantile of the longest of 4 log-normal lengths with CV 0.5 is 2.57 means."""
 ROUND_TRIPS_MS: Final = (0.0, 20.0, 50.0, 100.0, 200.0, 400.0, 800.0)
-STEP_TIMES_S: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+STEP_TIMES_S: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 DELTAS_MB: Final = (1.0, 20.0, 200.0)
-BOUNDS: Final = (1, 4)
+BOUNDS: Final = (2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class Cell:
     link_mbit: float | None = LINK_MBIT
 
     def scenario(self) -> Scenario:
-        mean = TOKENS_S * self.step_s
+        mean = TOKENS_S * RESPONSE * self.step_s
         free = self.link_mbit is None
         return Scenario(
             name=NAME,
@@ -98,26 +105,41 @@ class Cell:
         )
 
 
+def keeps_pace(step_s: float, rtt_s: float, delta_mb: float, bound: int) -> bool:
+    """Whether the three conditions hold."""
+    delta_s = delta_mb * 8 / LINK_MBIT
+    if delta_s >= step_s:
+        return False
+    group_s = GROUP * step_s
+    update_s = 1.5 * rtt_s + PAUSE_S + delta_s
+    if update_s > step_s:
+        update_s = (1.5 * rtt_s + PAUSE_S) / (1.0 - delta_s / step_s)
+    oldest_s = update_s + max(update_s, step_s) + rtt_s / 2 + group_s
+    return oldest_s <= (bound + 1) * step_s and rtt_s + group_s <= bound * step_s
+
+
 def border_s(rtt_s: float, delta_mb: float, bound: int) -> float:
-    """The least step time for which both conditions hold; g is ``LONGEST`` T.
+    """The least step time for which all conditions hold, by bisection.
 
     Raises:
         ValueError: a bound for which no step time is enough.
     """
-    room = bound + 1 - LONGEST
-    if room <= 1.0 or bound <= LONGEST:
-        raise ValueError(f"bound: {bound} never lets a group of {LONGEST} steps keep the pace")
-    update_s = 1.5 * rtt_s + delta_mb * 8 / LINK_MBIT + PAUSE_S
-    slow = (2 * update_s + rtt_s / 2) / room
-    quick = (update_s + rtt_s / 2) / (room - 1.0)
-    weights_s = slow if slow <= update_s else quick
-    return max(weights_s, rtt_s / (bound - LONGEST))
+    low, high = 1e-3, 1e6
+    if not keeps_pace(high, rtt_s, delta_mb, bound):
+        raise ValueError(f"bound: {bound} never lets a group of {GROUP:g} steps keep the pace")
+    while high / low > 1.0 + 1e-9:
+        middle = (low * high) ** 0.5
+        if keeps_pace(middle, rtt_s, delta_mb, bound):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def cells(quick: bool) -> list[Cell]:
     """The reference of each step time and bound comes first."""
     steps = 16 if quick else 40
-    times = (0.5, 2.0) if quick else STEP_TIMES_S
+    times = (0.25, 1.0) if quick else STEP_TIMES_S
     trips = (20.0, 400.0) if quick else ROUND_TRIPS_MS
     deltas = (1.0, 20.0) if quick else DELTAS_MB
     bounds = (4,) if quick else BOUNDS
@@ -203,7 +225,9 @@ def _borders(rows: "Sequence[Row]") -> Table:
         text = f"> {most:g} s" if found is None else f"{found:.2f} s"
         if found == least:
             text = f"<= {least:g} s"
-        table.rows.append((str(bound), f"{delta:g} MB", f"{rtt:g} ms", text, _analytic(rtt, delta, bound)))
+        table.rows.append(
+            (str(bound), f"{delta:g} MB", f"{rtt:g} ms", text, _analytic(rtt, delta, bound))
+        )
     return table
 
 
@@ -215,37 +239,35 @@ def _analytic(rtt_ms: float, delta_mb: float, bound: int) -> str:
 
 
 def rival_setting(step_s: float, steps: int) -> Setting:
-    """A 1.7B policy whose trainer's own work takes ``step_s``, with half more rollout rate than that
-    needs, so that only fixed costs of an update show."""
-    probe = Setting(QWEN3_1_7B, 2, batch_groups=BATCH_GROUPS, group_size=SIBLINGS, slots=48)
-    mean = step_s * 2 / 3 * probe.slots / (BATCH_GROUPS * SIBLINGS * probe.token_s(probe.slots))
-    plain = Setting(
+    """A 1.7B policy whose trainer's own work takes ``step_s``, with half more rollout rate than
+    that needs, so that only an update's fixed costs show. A response takes a step, but 10 s at
+    most: longer steps have more of them."""
+    slots, response_s = 48, min(step_s, 10.0)
+    sequences = slots / 1.5 * step_s / response_s
+    setting = Setting(
         QWEN3_1_7B,
         2,
-        batch_groups=BATCH_GROUPS,
+        batch_groups=round(sequences / SIBLINGS),
         group_size=SIBLINGS,
-        mean_tokens=max(4.0, mean),
         cv_tokens=CV,
-        max_tokens=max(8, round(8 * mean)),
-        slots=48,
+        slots=slots,
         max_lag=4,
         train_overhead_s=0.0,
         steps=steps,
         warm_up=steps // 4,
     )
-    overhead_s = max(0.0, step_s - plain.train_s(1))
-    return Setting(
-        **{f: getattr(plain, f) for f in plain.__dataclass_fields__ if f != "train_overhead_s"},
-        train_overhead_s=overhead_s,
-    )
+    for _ in range(8):  # a longer response decodes more slowly
+        mean = response_s / setting.token_s(slots)
+        setting = replace(setting, mean_tokens=mean, max_tokens=round(8 * mean))
+    return replace(setting, train_overhead_s=max(0.0, step_s - setting.train_s(1)))
 
 
 def _rival(quick: bool) -> Table:
     """AstraFlow's model at 1.7B: its fixed costs bind long before a round trip does."""
-    times = (2.0, 32.0) if quick else (1.0, 4.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+    times = (2.0, 32.0) if quick else (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
     pause_s = GRACE_S + reload_s(QWEN3_1_7B)
     table = Table(
-        f"AstraFlow's model, 1.7B, {pause_s:.1f} s pause per version: share of the trainer's own pace",
+        f"AstraFlow's model, 1.7B, pause {pause_s:.1f} s: share of the trainer's own pace",
         ("RTT", *(f"T = {t:g} s" for t in times)),
     )
     for rtt_s in (0.001, 0.05, 0.3):
@@ -274,7 +296,10 @@ def plot(findings: Findings, path: Path) -> None:
     for (row, bound), (column, delta) in product(enumerate(bounds), enumerate(deltas)):
         axis = axes[row][column]
         grid = [
-            [next(r["share"] for r in lines[bound, delta, rtt] if r["step_s"] == t) for rtt in trips]
+            [
+                next(r["share"] for r in lines[bound, delta, rtt] if r["step_s"] == t)
+                for rtt in trips
+            ]
             for t in times
         ]
         shown = axis.pcolormesh(range(len(trips) + 1), range(len(times) + 1), grid, norm=norm)
@@ -302,7 +327,7 @@ def plot(findings: Findings, path: Path) -> None:
 
 
 def _place(edge_s: float, times: "Sequence[float]") -> float:
-    """Where a time lies on an axis with equal distances between ``times``, on a log scale between."""
+    """Where a time lies on an axis with equal distances between ``times``, logarithmic between."""
     from math import log
 
     steps = log(times[-1] / times[0]) / (len(times) - 1)

@@ -1,1 +1,1 @@
-"""Rival ways to train, modelled on the simulator's kernel, for comparison with the production cores."""
+"""Rival ways to train, modelled on the simulator's kernel, to compare with."""

@@ -1,4 +1,4 @@
-"""AstraFlow as its code and documents describe it: one pool, most free slots, EDF buffers, lock step.
+"""AstraFlow as its code and documents describe it: one pool, EDF buffers, lock step.
 
 Parts and constants are from the study of its public repository (commit 343e808) and of its figures;
 each is marked. What the study does not tell is chosen in AstraFlow's favour where possible.
@@ -6,17 +6,18 @@ each is marked. What the study does not tell is chosen in AstraFlow's favour whe
     dataflow   polls every instance's availability, which is 0 or 4 groups (bang-bang on the queue
                against 4 x GPUs), submits to the one with most free slots; never looks at how full
                the buffers are; every call is a new connection, two round trips
-    instances  hosts with all policies' engines, each on its slice of GPUs; a trajectory goes through
-               the engines of its instance in order
-    buffers    one per policy, of single trajectories, earliest ``min_version`` first; at ``pop`` one
-               older than ``max_lag`` is dropped
+    instances  hosts with all policies' engines, each on its slice of GPUs; a trajectory goes
+               through the engines of its instance in order
+    buffers    one per policy, of single trajectories, earliest ``min_version`` first; at ``pop``
+               one older than ``max_lag`` is dropped
     trainers   batch, step, offload, delta, then all policies meet (lock step) and the versions of
                all advance
     updates    per policy and instance: eight round trips, the payload through one lock at the
                sender, then a pause of grace and reload; every tenth and after a missed one in full
 
-What always holds: tokens drawn = trained on (by at least one policy) + dropped + buffered or under way; a dropped
-trajectory was too old for the policy that dropped it.
+What always holds: a trajectory reaches the buffer of every policy once all its turns are drawn;
+there it is trained on, dropped or left over; a dropped one was too old for that policy, or the
+buffer was full.
 """
 
 import heapq

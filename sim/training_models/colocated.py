@@ -11,7 +11,8 @@ implementations do it.
 
 ``Switches`` turns its losses off one by one, to see where the time goes:
 
-    tail     waiting for the longest response of a turn; off: the batch takes its tokens at full rate
+    tail     waiting for the longest response of a turn, with slots that are or become empty; off:
+             the batch takes its tokens at the rate of all slots
     swap     moving training state and engines in and out; off: free
     turns    generation and training take turns on all GPUs; off: each has GPUs of its own
              (``Setting.split``) and works on the next batch meanwhile (one step off-policy); then
@@ -28,7 +29,7 @@ from sim.training_models.parameters import STATE_BYTES, Outcome, Setting, pace
 WAKE_S: Final = 1.0
 """An engine gets its memory, graphs and caches back, or gives them up [assumed]."""
 GATHER_BYTES_S: Final = 100e9
-"""The engine's weights are gathered from the trainer's shards over the GPUs' own links [assumed]."""
+"""The engine's weights are gathered from the trainer's shards over the GPUs' links [assumed]."""
 
 
 @dataclass(frozen=True, slots=True)

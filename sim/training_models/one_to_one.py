@@ -1,7 +1,7 @@
 """Asynchronous, trainer-centred training: every trainer owns its rollout GPUs.
 
-What always holds: no more than (bound + version + 1) batches of groups were ever begun, so lag stays
-within the bound and nothing is thrown away (AReaL's admission [study]); groups go to the
+What always holds: no more than (bound + version + 1) batches of groups were ever begun, so lag
+stays within the bound and nothing is thrown away (AReaL's admission [study]); groups go to the
 trainer's GPUs in turn (its round-robin router [study]); a new version pauses all its GPUs for
 ``PAUSE_S`` and generation then goes on (interruptible generation).
 
@@ -63,7 +63,10 @@ class _Trainer:
         self._training = False
 
     def admit(self) -> None:
-        most = min(self.setting.max_lag + self.version + 1, self.setting.steps) * self.setting.batch_groups
+        most = (
+            min(self.setting.max_lag + self.version + 1, self.setting.steps)
+            * self.setting.batch_groups
+        )
         while self.begun < most:
             self._begin(self.setting.group(self.begun))
 

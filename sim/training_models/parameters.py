@@ -1,7 +1,7 @@
 """What the modelled systems run on and are asked to do; every constant with where it comes from.
 
-What always holds: all systems get the same GPUs, the same decoding speed, the same jobs with the same
-lengths and the same training cost per token; they differ only in how they arrange them.
+What always holds: all systems get the same GPUs, the same decoding speed, the same jobs with the
+same lengths and the same training cost per token; they differ only in how they arrange them.
 
 Marks: [study] the public study of AstraFlow's code, documents and figures that
 ``docs/experiments/index.md`` summarises; [data sheet] the vendor's; [bench] ``bench/results``;
@@ -79,9 +79,9 @@ PAGEABLE_BYTES_S: Final = 1.3e9
 
 @dataclass(frozen=True)
 class Setting:
-    """One cluster and task. A trajectory consists of one turn of every policy, in order, each an equal share
-    of its tokens; every policy trains on every trajectory, as a whole. ``mean_tokens`` and ``max_tokens`` are of a trajectory.
-    ``slots`` sequences at most decode at once on a GPU."""
+    """One cluster and task. A trajectory consists of one turn of every policy, in order, each an
+    equal share of its tokens; every policy trains on every trajectory, as a whole. ``mean_tokens``
+    and ``max_tokens`` are of a trajectory; ``slots`` sequences at most decode at once on a GPU."""
 
     model: Model
     gpus: int
@@ -127,6 +127,12 @@ class Setting:
         groups = max(64, 6 * self.batch_groups)
         return sum(sum(self.group(n)) for n in range(groups)) / (groups * self.group_size)
 
+    @cached_property
+    def longest(self) -> float:
+        """Mean tokens of the longest trajectory of a group, over the same jobs."""
+        groups = max(64, 6 * self.batch_groups)
+        return sum(max(self.group(n)) for n in range(groups)) / groups
+
     def token_s(self, running: int) -> float:
         """Seconds per token of each of ``running`` sequences of one GPU."""
         return self.gpu.token_s(self.model, running, self.prompt_tokens + self.mean / 2)
@@ -158,8 +164,8 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a system made of a setting. ``step_s`` is the time of a step of every policy once the
-    pipeline is full; ``waiting_share`` of the trainers' time. ``wasted_share`` is of the trajectories
-    whose fate is known; ``lag_mean`` in versions, at consumption."""
+    pipeline is full; ``waiting_share`` of the trainers' time. ``wasted_share`` is of the
+    trajectories whose fate is known; ``lag_mean`` in versions, at consumption."""
 
     system: str
     step_s: float

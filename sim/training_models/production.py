@@ -5,6 +5,7 @@ policy of the run, whose engines its trajectories pass through. Its engine model
 constant rate per slot, that of a full GPU: where slots are empty, a real one would be faster.
 """
 
+import math
 from typing import Final
 
 from sim.run import Simulation
@@ -19,14 +20,30 @@ CELLS_S: Final = 75e6 * 32
 """Elements per second that are compared and encoded, and again decoded: 2.65 s for 397 M on two
 cores [bench: fanout], on 32 cores [assumed to scale]."""
 SWAP_S: Final = 0.3
-"""Pause of an engine for new weights: 1.1 ms measured on a CPU engine [bench: fanout]; on a GPU with
-copies over PCIe of two bytes per changed cell and its index some more [assumed]."""
+"""Pause of an engine for new weights: 1.1 ms measured on a CPU engine [bench: fanout]; on a GPU,
+with copies of changed cells and their places over PCIe, more [assumed]."""
+
+
+MAX_PREFETCH: Final = 64
+"""The most that the daemon's configuration takes."""
 
 
 def publish_s(setting: Setting) -> float:
     """From a step's end until its version serves, beside network and pause: encoding, the store's
     own copy, decoding. The trainer goes on meanwhile."""
     return 3.0 * setting.model.parameters / CELLS_S
+
+
+def tuned_prefetch(setting: Setting) -> int:
+    """Groups that an agent holds beyond its slots, so that slots do not stay empty. The scheduler
+    counts a group as a whole until its last sibling is done, so a full engine of n slots needs
+    n x longest / mean sequences at the agent; one group more covers the round trip.
+
+    Example: 64 slots, groups of 8 whose longest is 2.5 means: 64 x 1.5 / 8 + 1 = 13 groups.
+    """
+    slots = setting.slots * setting.policies
+    beyond = slots * (setting.longest / setting.mean - 1.0) / setting.group_size
+    return min(MAX_PREFETCH, math.ceil(beyond) + 1)
 
 
 def scenario(
@@ -36,8 +53,7 @@ def scenario(
     prefetch_groups: int | None = None,
     tokens_share: float = 1.0,
 ) -> Scenario:
-    """The setting as a scenario. ``prefetch_groups`` None: as many groups wait at an agent as run
-    there, so that the slots of a group's finished siblings do not stay empty; ``tokens_share``
+    """The setting as a scenario; ``prefetch_groups`` None: ``tuned_prefetch``; ``tokens_share``
     slows decoding.
 
     Raises:
@@ -48,7 +64,7 @@ def scenario(
         raise ValueError("gpus: too few to give generation and training their own")
     slots = setting.slots * setting.policies
     if prefetch_groups is None:
-        prefetch_groups = max(1, slots // setting.group_size)
+        prefetch_groups = tuned_prefetch(setting)
     names = [f"policy{n}" for n in range(setting.policies)]
     shape = PolicyShape(
         batch_groups=setting.batch_groups,
@@ -111,8 +127,7 @@ def measure(system: str, plan: Scenario, warm_up: int, train_s: float) -> Outcom
         raise ValueError(f"scenario {plan.name}: {result.problems or 'limit_s came first'}")
     ledger = simulation.ledger
     ends_s = [
-        [step.at_s for step in steps if step.step <= plan.steps]
-        for steps in ledger.steps.values()
+        [step.at_s for step in steps if step.step <= plan.steps] for steps in ledger.steps.values()
     ]
     step_s = max(pace(ends, warm_up) for ends in ends_s)
     return Outcome(

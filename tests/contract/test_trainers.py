@@ -26,7 +26,7 @@ class Case:
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
         self.model = folder / "model"
-        self.settings = {"lr": 0.01}
+        self.settings = {"step_s": 0.0} if kind == "emulated" else {"lr": 0.01}
         if kind == "torch":
             from torch_models import random_qwen3
 
@@ -48,7 +48,7 @@ class Case:
         return trainer
 
 
-@pytest.fixture(params=["numpy", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.fixture(params=["numpy", "emulated", pytest.param("torch", marks=pytest.mark.slow)])
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
     return Case(request.param, tmp_path)
 
@@ -155,7 +155,7 @@ def test_an_export_loads_again_as_the_same_weights(case: Case, tmp_path: Path) -
 
 
 def test_an_unknown_setting_is_refused_with_its_path(case: Case) -> None:
-    case.settings = {"lr": 0.01, "learning_rate": 1.0}
+    case.settings |= {"learning_rate": 1.0}
     with pytest.raises(ConfigError, match=r"policies\.solver\.settings\.learning_rate"):
         case.new()
 

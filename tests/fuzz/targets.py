@@ -10,6 +10,7 @@ from functools import cache
 from typing import Final
 
 import golden
+import msgspec
 import numpy as np
 from deltas import decoded, model, published, stepped, with_file
 
@@ -17,12 +18,12 @@ from transport.compression import compress, decompress
 from transport.envelope import LIMITS, decode, encode
 from transport.errors import FarflowError, IntegrityError, ProtocolError
 from transport.messages import PROTOCOL_VERSION, Plane, TrajectoryPut
+from transport.summaries import summary_fault
 from transport.trajectory import (
     SequenceRecord,
     TrajectoryGroup,
     pack,
     run_length,
-    summary_fault,
     unpack,
 )
 from transport.weights.manifest import DELTA_NAME, decode_manifest
@@ -96,7 +97,7 @@ def delta(data: bytes) -> None:
     old, publication = _publication()
     try:
         decoded(old, None, data, with_file(publication.manifest, data))
-    except (FarflowError,):
+    except FarflowError:
         return
 
 
@@ -115,9 +116,7 @@ def safetensors(data: bytes) -> None:
     except IntegrityError:
         return
     tensors = {
-        name: TensorBytes(
-            region.dtype, region.shape, bytes(data[region.begin : region.begin + region.size_bytes])
-        )
+        name: TensorBytes(region.dtype, region.shape, bytes(data[region.start : region.end]))
         for name, region in regions.items()
     }
     again, kept = read_header(write_safetensors(tensors, metadata))
@@ -165,8 +164,6 @@ def _segment_seeds() -> list[bytes]:
 
 
 def _manifest_seeds() -> list[bytes]:
-    import msgspec
-
     return [msgspec.msgpack.encode(_publication()[1].manifest)]
 
 

@@ -14,6 +14,7 @@ from edge_agent import shell
 from edge_agent.core.settings import AgentSettings
 from edge_agent.daemon import load_keys, run_daemon
 from edge_agent.engines.fake import FakeEngine
+from edge_agent.workflow import SHIPPED
 from transport.errors import ConfigError, StoreError, WeightApplyFailed
 from transport.memory_links import MemoryNetwork
 from transport.messages import (
@@ -393,7 +394,7 @@ async def test_an_agent_offers_and_runs_workflows_of_its_owner(
     life = Life(cloud, workflows=(reference,))
     hello = await cloud.hear(Hello)
     assert hello.agent is not None
-    assert set(hello.agent.workflows) == {"single_turn", reference}
+    assert set(hello.agent.workflows) == {*SHIPPED, reference}
     await cloud.hear(VersionServing)
     cloud.offer(1, workflow=reference)
     await cloud.until(lambda: cloud.bodies)

@@ -14,7 +14,8 @@ from service_world import POLICY, PlaneLink, ServiceWorld, service_world, until
 
 from bench.uplink import SPOOL_BYTES, Uplink, fill
 from edge_agent.spool import Spool
-from scheduler.trajectory_log import NAME, serve
+from scheduler.core.settings import TRAJECTORY_LOG
+from scheduler.trajectory_log import serve
 from sim.link_profile import LinkProfile
 from sim.link_proxy import LinkProxy
 from transport.keys import KeyPair, load_server_key
@@ -90,7 +91,7 @@ async def test_small_and_large_bodies_arrive_and_are_acknowledged_together(tmp_p
         acks = [message for message in heard if isinstance(message, TrajectoryAcks)]
         assert sum(len(ack.bodies) for ack in acks) == 8
         assert not any(isinstance(message, TrajectoryAck) for message in heard)
-        assert list((tmp_path / "scheduler" / NAME / "partial").iterdir()) == []
+        assert list((tmp_path / "scheduler" / TRAJECTORY_LOG / "partial").iterdir()) == []
     assert opened(tmp_path).entries() == []
 
 
@@ -118,7 +119,7 @@ async def test_after_a_cut_only_what_is_missing_is_asked_for(tmp_path: Path) -> 
 async def test_a_restarted_log_and_a_restarted_agent_go_on_where_they_were(tmp_path: Path) -> None:
     size_bytes = 6 << 20
     spool = filled(tmp_path / "spool", 1, size_bytes)
-    partial = tmp_path / "scheduler" / NAME / "partial"
+    partial = tmp_path / "scheduler" / TRAJECTORY_LOG / "partial"
     async with service_world(tmp_path) as world:
         config = world.config()
         async with (

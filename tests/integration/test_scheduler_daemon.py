@@ -2,21 +2,19 @@
 sources and CURVE sockets."""
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import os
 import random
 import signal
-import sys
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from deployment import deployment
 from publisher import Trainer
-from service_world import POLICY, WAIT_S, PlaneLink, until
+from service_world import POLICY, WAIT_S, until
 
 from scheduler.children import overrides_of
 from scheduler.config import SchedulerConfig, SchedulerTable
@@ -36,12 +34,12 @@ from scheduler.event_log import (
     unpack_event,
 )
 from scheduler.metrics_file import MetricsFiles
-from scheduler.operator import Operator, RequestRefused
+from scheduler.operator import RequestRefused
 from scheduler.service import Worker
 from scheduler.store import SchedulerStore
 from transport.envelope import CONTROL_FRAME_BYTES
 from transport.errors import PeerUnreachable, StoreError
-from transport.keys import KeyPair, create_keys, load_server_key, trainer_name
+from transport.keys import KeyPair, trainer_name
 from transport.messages import (
     AgentInventory,
     BatchGrant,
@@ -69,12 +67,10 @@ from transport.messages import (
     WeightsRequest,
     Welcome,
 )
-from transport.plane_links import link_options
 from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
 from transport.runtime.clock import ManualClock, SystemClock
 from transport.runtime.settings import RelayAddress, TransportConfig
 from transport.status import AgentStatus, EvaluationStatus, RunStatus, SchedulerStatus, StepStatus
-from transport.zmq_links import ZmqNetwork
 
 
 def run_spec(folder: Path, name: str = "sums", path: str = "items.jsonl") -> RunSpec:
@@ -387,83 +383,6 @@ def test_metrics_are_one_whole_object_per_line(tmp_path):
 # ---- the whole daemon ------------------------------------------------------------------------
 
 
-class Deployment:
-    """A scheduler as a child process, and peers of it in this one."""
-
-    def __init__(self, folder: Path, network: ZmqNetwork) -> None:
-        self.folder = folder
-        self.network = network
-        self.ports: dict[str, int] = {}
-        self.child: asyncio.subprocess.Process | None = None
-        self.links: list[PlaneLink] = []
-
-    async def start(self) -> None:
-        config = SchedulerConfig(
-            transport=TransportConfig(
-                control_port=0,
-                trajectories_port=0,
-                weights_port=0,
-                keys=str(self.folder / "keys"),
-            ),
-            scheduler=SchedulerTable(
-                folder=str(self.folder / "scheduler"),
-                heartbeat_s=0.2,
-                lost_after_s=5.0,
-                reconnect_grace_s=5.0,
-                retry_backoff_s=0.1,
-            ),
-        )
-        program = "from scheduler.cli import scheduler_group; scheduler_group()"
-        self.child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            program,
-            "run",
-            *overrides_of(config),
-            "--stop-on-eof",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )
-        assert self.child.stdout is not None
-        async with asyncio.timeout(2 * WAIT_S):
-            line = await self.child.stdout.readline()
-        self.ports = json.loads(line)["ports"]
-
-    async def end(self, how: signal.Signals = signal.SIGKILL) -> int:
-        assert self.child is not None
-        if self.child.returncode is None:
-            self.child.send_signal(how)
-        status = await asyncio.wait_for(self.child.wait(), WAIT_S)
-        self.child._transport.close()
-        return status
-
-    def children(self) -> list[int]:
-        assert self.child is not None
-        pid = self.child.pid
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-    def transport(self) -> TransportConfig:
-        return TransportConfig(
-            control_port=self.ports["control"],
-            keys=str(self.folder / "keys"),
-        )
-
-    def operator(self, name: str = "operator", answer_s: float = WAIT_S) -> Operator:
-        key = self.folder / "keys" / f"{name}.toml"
-        return Operator(self.transport(), key, answer_s=answer_s, network=self.network)
-
-    def link(self, key: KeyPair | str, plane: Plane = Plane.CONTROL) -> PlaneLink:
-        keys = self.folder / "keys"
-        pair = KeyPair.load(keys / f"{key}.toml") if isinstance(key, str) else key
-        options = link_options(self.transport(), plane)._replace(reconnect_s=0.02)
-        server = load_server_key(keys)
-        endpoint = f"tcp://127.0.0.1:{self.ports[plane.value]}"
-        link = PlaneLink(self.network.link(endpoint, options, key=pair, server_key=server), plane)
-        self.links.append(link)
-        return link
-
-
 def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
@@ -477,21 +396,6 @@ def hello(incarnation: int = 1, role: Role = Role.AGENT) -> Hello:
         rewards=("exact",),
     )
     return Hello(role=role, incarnation=incarnation, build="b", agent=inventory)
-
-
-@contextlib.asynccontextmanager
-async def deployment(folder: Path) -> AsyncIterator[Deployment]:
-    create_keys(folder / "keys", agents=("a", "b"), trainers=(POLICY,), viewers=("viewer",))
-    network = ZmqNetwork()
-    world = Deployment(folder, network)
-    try:
-        await world.start()
-        yield world
-    finally:
-        for link in world.links:
-            await link.close()
-        await world.end()
-        await network.close()
 
 
 @pytest.mark.asyncio

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 from service_world import POLICY, service_world, until
 
+from scheduler.core.settings import TRAJECTORY_LOG
 from scheduler.segments import BodyStore, Outcome
 from scheduler.service import Surroundings
-from scheduler.trajectory_log import NAME, TrajectoryLog, serve
+from scheduler.trajectory_log import TrajectoryLog, serve
 from transport.envelope import CONTROL_FRAME_BYTES, encode
 from transport.errors import LocalProtocolError
 from transport.messages import (
@@ -76,7 +77,7 @@ def announced(world) -> dict[str, GroupSummary]:
 
 def accepted_by_scheduler(world, *summaries: GroupSummary) -> None:
     digests = tuple(summary.digest for summary in summaries)
-    world.control.send(NAME, SummariesAccepted(digests=digests))
+    world.control.send(TRAJECTORY_LOG, SummariesAccepted(digests=digests))
 
 
 async def put(link, *numbers: int, size_bytes: int = 1000) -> list[tuple[GroupSummary, bytes]]:
@@ -117,7 +118,7 @@ async def test_a_body_that_comes_again_is_acknowledged_and_stored_once(tmp_path)
         for _ in range(3):
             await put(again, 1)
             await again.expect(TrajectoryAck)
-        [segment] = (tmp_path / "scheduler" / NAME / "bodies").glob("*.log")
+        [segment] = (tmp_path / "scheduler" / TRAJECTORY_LOG / "bodies").glob("*.log")
         assert segment.stat().st_size < 2 * summary.size_bytes
 
 
@@ -171,7 +172,7 @@ async def test_a_summary_as_large_as_a_frame_is_refused_and_stops_nobody(tmp_pat
 @pytest.mark.asyncio
 async def test_a_store_with_a_summary_that_fits_no_message_heals(tmp_path):
     """As an older farflow stored it: acknowledged, and then too large to be announced."""
-    folder = private_dir(tmp_path / "scheduler" / NAME / "bodies")
+    folder = private_dir(tmp_path / "scheduler" / TRAJECTORY_LOG / "bodies")
     poisoned, good = made(1), made(2)
     huge = msgspec.structs.replace(poisoned[0], lengths=(2**63, 2**63))
     store = opened(folder)
@@ -226,8 +227,10 @@ async def test_roles_may_say_only_their_own(tmp_path):
         await trainer.expect(Body)
         await put(agent, 3)
         await agent.expect(TrajectoryAck)
-        for peer in (agent, trainer):
-            assert {message.code for message, _ in peer.received} == {"role.not_allowed"}
+        [answer] = await agent.expect(Body)  # results are not for agents
+        assert not answer.found
+        assert agent.received == []
+        assert {message.code for message, _ in trainer.received} == {"role.not_allowed"}
 
 
 @pytest.mark.asyncio
@@ -239,7 +242,7 @@ async def test_released_bodies_are_gone_and_said_to_be(tmp_path):
         await until(lambda: len(announced(world)) == 2)
         first, second = (summary.digest for summary, _ in things)
         accepted_by_scheduler(world, things[0][0])
-        world.control.send(NAME, BodiesReleased(digests=(first, "f" * 64)))
+        world.control.send(TRAJECTORY_LOG, BodiesReleased(digests=(first, "f" * 64)))
         await until(lambda: bool(world.control.of(BodiesGone)))
         assert set(world.control.of(BodiesGone)[0].digests) == {first, "f" * 64}
         trainer = world.link("trainer-sums-solver", PLANE, port)
@@ -273,12 +276,12 @@ async def test_after_kill_9_every_acknowledged_body_is_there_and_announced_again
             acks = {ack.digest for ack in await agent.expect(TrajectoryAck, 20)}
             await until(lambda: len(announced(world)) == 20)
             accepted_by_scheduler(world, *(summary for summary, _ in things[:5]))
-            world.control.send(NAME, BodiesReleased(digests=(things[0][0].digest,)))
+            world.control.send(TRAJECTORY_LOG, BodiesReleased(digests=(things[0][0].digest,)))
             await until(lambda: bool(world.control.of(BodiesGone)))
             child.send_signal(signal.SIGKILL)
             await child.wait()
         assert acks == {summary.digest for summary, _ in things}
-        [segment] = (tmp_path / "scheduler" / NAME / "bodies").glob("*.log")
+        [segment] = (tmp_path / "scheduler" / TRAJECTORY_LOG / "bodies").glob("*.log")
         torn = segment.read_bytes()[:700]  # a record that death cut off
         segment.write_bytes(segment.read_bytes() + torn)
         world.control.received.clear()

@@ -10,7 +10,8 @@ from service_world import POLICY, PlaneLink, service_world, until
 from signing import signing_key
 
 from scheduler import weight_keeper
-from scheduler.weight_store import NAME, serve
+from scheduler.core.settings import WEIGHT_STORE
+from scheduler.weight_store import serve
 from transport.chunk_parts import ChunkSource
 from transport.chunks import ChunkFetcher
 from transport.delivery_window import DeliveryWindow
@@ -214,7 +215,7 @@ async def test_after_kill_9_versions_are_served_and_announced_again(tmp_path):
             await trainer.publish(publisher, trainer.next(1, 0))
             await until(lambda: stored(world) == [0, 1])
             for version in (0, 1):
-                world.control.send(NAME, VersionAccepted(policy=POLICY, version=version))
+                world.control.send(WEIGHT_STORE, VersionAccepted(policy=POLICY, version=version))
             child.send_signal(signal.SIGKILL)
             await child.wait()
         world.control.received.clear()

@@ -14,6 +14,8 @@ from bench.virtual_chaos_faults import strike_many
 from bench.virtual_chaos_world import DEATHS, World
 from scheduler.store import SchedulerStore
 
+pytestmark = pytest.mark.timeout(120)  # for a machine that is busy; alone the longest takes 5 s
+
 
 def test_a_hundred_and_fifty_faults(tmp_path: Path) -> None:
     world = chaos(tmp_path, faults=150, seed=1, check_every=25)

@@ -112,6 +112,10 @@ class SchedulerWorld(RuleBasedStateMachine):
     def agent_generates(self, agent, at) -> None:
         self.world.agent_starts(agent, at) or self.world.agent_finishes(agent, at)
 
+    @rule(agent=AGENTS, at=PLACES)
+    def a_turn_is_kept(self, agent, at) -> None:
+        self.world.log_keeps_turns(agent, at)
+
     @rule(agent=AGENTS)
     def agent_uploads(self, agent) -> None:
         self.world.agent_uploads(agent)

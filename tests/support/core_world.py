@@ -101,7 +101,7 @@ class World(LinkedWorld):
         versions = self.agents[name].versions
         if any(versions.get(p) != v for p, v in found.offer.pinned.items()):
             return False
-        found.first = {policy: versions[policy] for policy in found.offer.policies.values()}
+        found.first = self.first_versions(found.offer, versions)
         return True
 
     def agent_finishes(self, name: str, at: int) -> bool:

@@ -2,6 +2,7 @@
 lies between the scheduler's core and its peers.
 """
 
+import hashlib
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,8 @@ from transport.messages import (
     LeaseOffer,
     LeaseRevoke,
     Message,
+    PartialStored,
+    PartialSummary,
     Role,
     StepReport,
     SummariesAccepted,
@@ -53,6 +56,7 @@ class Held:
     offer: LeaseOffer
     first: dict[str, int] = field(default_factory=dict)
     summary: GroupSummary | None = None
+    turns: int = 0
 
 
 @dataclass
@@ -115,6 +119,7 @@ class LinkedWorld:
         self.items: list[ProduceItems] = []
         self.bodies: dict[str, GroupSummary] = {}
         self.unaccepted: dict[str, GroupSummary] = {}
+        self.turns: dict[str, PartialSummary] = {}
         self.unaccepted_versions: dict[tuple[str, int], VersionStored] = {}
         self.tree: dict[tuple[str, int], tuple[int | None, int]] = {}
         self.durable: dict[str, int] = {}
@@ -229,6 +234,38 @@ class LinkedWorld:
         self._say(TRAJECTORY_LOG, TrajectoriesStored(summaries=(summary,)))
         return True
 
+    def log_keeps_turns(self, name: str, at: int) -> bool:
+        """The log has one more finished turn of an attempt that an agent runs, or ran."""
+        held = [h for h in self.agents[name].held.values() if h.first and h.summary is None]
+        if not held:
+            return False
+        found = held[at % len(held)]
+        found.turns += 1
+        offer = found.offer
+        turns = found.turns + (0 if offer.resume is None else offer.resume.turns)
+        partial = PartialSummary(
+            attempt=offer.attempt,
+            fence=offer.fence,
+            job=offer.job,
+            turns=turns,
+            digest=hashlib.sha256(f"{offer.attempt}{offer.fence}{turns}".encode()).hexdigest(),
+            size_bytes=100,
+            oldest=found.first,
+            agent=name,
+        )
+        self.turns[partial.digest] = partial
+        self._say(TRAJECTORY_LOG, PartialStored(partials=(partial,)))
+        return True
+
+    def first_versions(self, offer: LeaseOffer, versions: dict[str, int]) -> dict[str, int]:
+        """Of the oldest tokens of an attempt that begins with ``versions``: those of the turns that
+        it goes on from, which it can have only as long as they are in the log."""
+        first = {policy: versions[policy] for policy in offer.policies.values()}
+        partial = None if offer.resume is None else self.turns.get(offer.resume.digest)
+        if partial is not None:
+            first = {policy: min(v, partial.oldest.get(policy, v)) for policy, v in first.items()}
+        return first
+
     def store_announces(self, at: int = 0) -> bool:
         pool = list(self.unaccepted_versions.values())
         if not pool:
@@ -245,6 +282,7 @@ class LinkedWorld:
                 for digest in digests:
                     self.bodies.pop(digest, None)
                     self.unaccepted.pop(digest, None)
+                    self.turns.pop(digest, None)
                 self._say(name, BodiesGone(digests=digests))
             case VersionAccepted(policy=policy, version=version):
                 self.unaccepted_versions.pop((policy, version), None)

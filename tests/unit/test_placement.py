@@ -144,7 +144,7 @@ def test_batches_that_go_out_before_a_group_is_back_count(rule, lag, finish_s, a
 
 
 def test_a_batch_that_lacks_groups_does_not_go_out_without_them(rule):
-    """Nothing is in flight, one group is missing, the bound is 0: it may take as long as it does."""
+    """Nothing is in flight, one group is missing, the bound is 0: it takes as long as it takes."""
     alone = {"ready": 63, "rate": 5.0, "grant_s": 1.0, "interval_s": 2.0}
     policy = make_policy(bound=0, batch=64, **alone)
     assert chosen(rule, make_job(policy), make_candidate(rtt_s=1e6)) == "a"

@@ -1,0 +1,1 @@
+"""The commands of ``farflow sim``: they parse and print, ``sim`` holds what they do."""
