@@ -14,7 +14,7 @@ from edge_agent.core import effects as agent_do
 from edge_agent.core import events as agent_on
 from sim.actors.agent import AgentActor, Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
-from sim.actors.services import TrajectoryLogActor, WeightStoreActor
+from sim.actors.services import ModelledVersion, TrajectoryLogActor, WeightStoreActor
 from sim.actors.trainer import TrainerActor
 from sim.fair_share import Pipe
 from sim.kernel import Kernel
@@ -52,6 +52,7 @@ class ChaosNetwork(Network):
         self.repeated = 0
         self.overtaken = 0
         self.severed = 0
+        self._usual_s: dict[tuple[str, str], float] = {}
         self._clock = kernel
         self._mischief = mischief
 
@@ -97,15 +98,11 @@ class ChaosNetwork(Network):
         for other in (SCHEDULER, LOG, STORE):
             for pair in ((name, other), (other, name)):
                 path = self._path(*pair)
-                usual_s = self._usual.setdefault(pair, path.delay_s)
+                usual_s = self._usual_s.setdefault(pair, path.delay_s)
                 path.delay_s = usual_s + extra_s
         host = self._hosts[name]
         self.scale(host.up, scale)
         self.scale(host.down, scale)
-
-    @property
-    def _usual(self) -> dict[tuple[str, str], float]:
-        return self.__dict__.setdefault("usual_s", {})
 
     def mend(self) -> None:
         """No more mischief."""
@@ -196,6 +193,11 @@ class ChaosStore(WeightStoreActor):
     alive = True
     _died_s = -1.0
 
+    def __init__(self, *, network: ChaosNetwork, **parts: Any) -> None:
+        super().__init__(network=network, **parts)
+        self._network: ChaosNetwork = network
+        self._uploaders: dict[tuple[str, int], int] = {}
+
     def die(self) -> None:
         self.alive = False
         self._died_s = self._kernel.now
@@ -210,11 +212,21 @@ class ChaosStore(WeightStoreActor):
         if self.alive:
             super().receive(source, message, extra)
 
-    def _durable(self, taken: Any) -> None:
-        if self.alive and self._kernel.now - self._workload.store_s > self._died_s:
-            super()._durable(taken)
-        else:
+    def _offered(self, trainer: str, offered: ModelledVersion) -> None:
+        """An upload whose trainer died in the middle of it begins anew when it is offered again."""
+        key = (offered.policy, offered.version)
+        life = self._network.life(trainer)
+        if self._uploaders.get(key, life) != life:
+            self._taking.pop(key, None)
+        self._uploaders[key] = life
+        super()._offered(trainer, offered)
+
+    def _durable(self, taken: tuple[str, ModelledVersion]) -> None:
+        version = taken[1]
+        if not self.alive or self._kernel.now - self._workload.store_s <= self._died_s:
             self._taking.clear()
+        elif (version.policy, version.version) in self._taking:
+            super()._durable(taken)
 
     def _announce_again(self) -> None:
         if self.alive:
@@ -329,8 +341,6 @@ class Submitter(Person):
                 for receipt in receipts:
                     if receipt.state == "refused" and receipt.code != "job.unknown":
                         self.problems.append(f"{receipt.id}: {receipt.code}: {receipt.message}")
-                    elif receipt.state == "queued" and receipt.id in self.taken:
-                        self._again(receipt.id)
                     elif receipt.state in ("queued", "known"):
                         self.taken[receipt.id] = None
             case Results(results=results, last=last):
@@ -340,10 +350,6 @@ class Submitter(Person):
                 self._take(results, after)
             case _:
                 self.problems.append(f"unexpected {message}")
-
-    def _again(self, id: str) -> None:
-        """``queued`` comes a second time when the first answer was handed over again; a job that
-        really was taken twice ends twice."""
 
     def _take(self, results: tuple[JobResult, ...], after: int) -> None:
         numbers = [result.number for result in results]
@@ -365,6 +371,8 @@ class Submitter(Person):
                 self.problems.append(f"result {result.number} came after {self.last}")
             if result.id in before or result.id not in self.wanted:
                 self.problems.append(f"result of {result.id} again, or of nobody's job")
+            if result.state == "cancelled" and result.id not in self.cancelled:
+                self.problems.append(f"{result.id} was cancelled by nobody")
             if result.state == "accepted" and not self._has_body(result.digest):
                 self.problems.append(f"{result.id} was accepted and its body is gone")
             self.results[result.number] = result

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sim.fair_share import UNLIMITED, Pipe
 from sim.flows import Connection, Flow, Flows
-from sim.kernel import History, Kernel
+from sim.kernel import Call, History, Kernel
 from sim.links import DRIFT_STEP_S, STANDING_SHARE, LinkKeys, Links
 from sim.paths import Host, Parcel, Path, Receive
 from sim.topology import Topology
@@ -102,8 +102,7 @@ class Network:
             return
         size_bytes = len(header) + OVERHEAD_BYTES + payload_bytes
         epochs = (path.epoch, sender.epoch, receiver.epoch)
-        stood_s = sender.stood_s + receiver.stood_s
-        parcel = Parcel(epochs, message, extra, size_bytes, stood_s)
+        parcel = Parcel(epochs, message, extra, size_bytes)
         if path.large is not None:
             path.behind.append(parcel)
         elif size_bytes > FLUID_BYTES and path.pipes:
@@ -113,22 +112,25 @@ class Network:
 
     def _send_small(self, path: Path, parcel: Parcel) -> None:
         path.pair[0].bytes_up += parcel.size_bytes
-        arrival_s = self._kernel.now + path.delay_s + parcel.size_bytes * path.byte_s
+        stood_s = path.stood_s() if self.has_stopped else 0.0
+        due_s = self._kernel.now - stood_s + path.delay_s + parcel.size_bytes * path.byte_s
         if path.spread_s:
-            arrival_s += self._rng.random() * path.spread_s
+            due_s += self._rng.random() * path.spread_s
         if path.flows and path.queue_bytes:
-            arrival_s += self._queue_s(path)
-        if arrival_s < path.last_s:
-            arrival_s = path.last_s
-        path.last_s = arrival_s
-        self._kernel.at(arrival_s, path.deliver, parcel)
+            due_s += self._queue_s(path)
+        if due_s < path.last_s:
+            due_s = path.last_s
+        path.last_s = parcel.due_s = due_s
+        self._kernel.at(due_s + stood_s, path.deliver, parcel)
 
     def _send_large(self, path: Path, parcel: Parcel) -> None:
         def left(flow: Flow) -> None:
             path.large = None
             path.pair[0].bytes_up += parcel.size_bytes
-            path.last_s = max(path.last_s, self._kernel.now + path.delay_s + path.tail_s)
-            self._kernel.at(path.last_s, path.deliver, parcel)
+            stood_s = path.stood_s() if self.has_stopped else 0.0
+            due_s = self._kernel.now - stood_s + path.delay_s + path.tail_s
+            path.last_s = parcel.due_s = max(path.last_s, due_s)
+            self._kernel.at(parcel.due_s + stood_s, path.deliver, parcel)
             while path.behind and path.large is None:
                 after = path.behind.popleft()
                 large = after.size_bytes > FLUID_BYTES
@@ -143,9 +145,9 @@ class Network:
             return 0.0
         return min(path.queue_bytes / rate, STANDING_SHARE * 2.0 * path.delay_s)
 
-    def later(self, at_s: float, path: Path, parcel: Parcel) -> None:
-        """Deliver at another time."""
-        self._kernel.at(at_s, path.deliver, parcel)
+    def later(self, at_s: float, call: Call, argument: Any) -> None:
+        """Call at another time."""
+        self._kernel.at(at_s, call, argument)
 
     def lose(self, size_bytes: int) -> None:
         """A message whose bytes had left will not be delivered."""

@@ -6,9 +6,10 @@ counted as lost.
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sim.fair_share import Pipe
+from sim.kernel import Call
 from sim.links import Links
 from transport.messages import Message
 
@@ -52,19 +53,25 @@ class Host:
         self.paths: list[Path] = []
 
 
-class Parcel(NamedTuple):
-    """A message under way; ``stood_s`` is for how long its path had stood still when it left."""
+class Parcel:
+    """A message under way; ``due_s`` is when it arrives, in the link's own time."""
 
-    epochs: tuple[int, int, int]
-    message: Message
-    extra: Any
-    size_bytes: int
-    stood_s: float
+    __slots__ = ("due_s", "epochs", "extra", "message", "size_bytes")
+
+    def __init__(
+        self, epochs: tuple[int, int, int], message: Message, extra: Any, size_bytes: int
+    ) -> None:
+        self.epochs = epochs
+        self.message = message
+        self.extra = extra
+        self.size_bytes = size_bytes
+        self.due_s = 0.0
 
 
 class Path:
-    """From one host to another. ``last_s`` is when the latest message arrives, ``large`` a message
-    that shares the links at present, ``behind`` what was said since."""
+    """From one host to another. ``last_s`` is when the latest message arrives, in the link's own
+    time, which stands still while one of its hosts is stopped; ``large`` is a message that shares
+    the links at present, ``behind`` what was said since, ``waiting`` what came up while stopped."""
 
     __slots__ = (
         "behind",
@@ -110,7 +117,7 @@ class Path:
         self.flows: dict[Flow, None] = {}
         self.large: Flow | None = None
         self.behind: deque[Parcel] = deque()
-        self.waiting: list[tuple[float, Parcel]] = []
+        self.waiting: list[tuple[float, Call, Any]] = []
         self.last_s = 0.0
         self.epoch = 0
 
@@ -120,34 +127,38 @@ class Path:
         if parcel.epochs != (self.epoch, source.epoch, target.epoch) or target.cut:
             network.lose(parcel.size_bytes)
             return
-        if network.has_stopped and self._is_late(parcel):
+        if network.has_stopped and self.is_early(parcel.due_s, self.deliver, parcel):
             return
         target.bytes_down += parcel.size_bytes
         target.receive(source.name, parcel.message, parcel.extra)
 
-    def _is_late(self, parcel: Parcel) -> bool:
-        """Time stood still on the link since the message left: it is that much behind."""
-        source, target = self.pair
-        if source.stopped_at_s is not None or target.stopped_at_s is not None:
-            self.waiting.append((self.network.now, parcel))
+    def stood_s(self) -> float:
+        """For how long time has stood still here until now."""
+        now = self.network.now
+        return sum(
+            host.stood_s + (0.0 if host.stopped_at_s is None else now - host.stopped_at_s)
+            for host in self.pair
+        )
+
+    def is_early(self, due_s: float, call: Call, argument: Any) -> bool:
+        """Whether time stood still since ``call(argument)`` was planned for now, so that it is due
+        only later; it is called then."""
+        if any(host.stopped_at_s is not None for host in self.pair):
+            self.waiting.append((due_s, call, argument))
             return True
-        if source.stood_s + target.stood_s <= parcel.stood_s:
+        now = self.network.now
+        at_s = due_s + self.stood_s()
+        if at_s <= now + 1e-9:
             return False
-        self._put_off(self.network.now, parcel)
+        self.network.later(at_s, call, argument)
         return True
 
     def go_on(self) -> None:
-        """Time goes on at a host: what was to arrive meanwhile arrives as much later."""
+        """Time goes on at a host: what was to happen meanwhile happens as much later."""
         if all(host.stopped_at_s is None for host in self.pair):
             waiting, self.waiting = self.waiting, []
-            for due_s, parcel in waiting:
-                self._put_off(due_s, parcel)
-
-    def _put_off(self, due_s: float, parcel: Parcel) -> None:
-        stood_s = sum(host.stood_s for host in self.pair)
-        at_s = due_s + stood_s - parcel.stood_s
-        self.last_s = max(self.last_s, at_s)
-        self.network.later(at_s, self, parcel._replace(stood_s=stood_s))
+            for due_s, call, argument in waiting:
+                self.network.later(due_s + self.stood_s(), call, argument)
 
     @property
     def is_held(self) -> bool:

@@ -59,7 +59,8 @@ def _draw_rules(axes: Any, order: Sequence[Measure], comparison: Comparison, val
         colour = SERIES[0] if one.name == best else FAINT
         spread = getattr(one, value)
         dots = [getattr(r, value) for r in comparison.results if r.placement == one.name]
-        axes.scatter(dots, [y] * len(dots), s=13, color=colour, alpha=0.3, linewidth=0, zorder=1)
+        below = [y - 0.17] * len(dots)
+        axes.scatter(dots, below, s=14, color=colour, alpha=0.55, linewidth=0, zorder=1)
         axes.plot([spread.low, spread.high], [y, y], color=colour, linewidth=3.2, zorder=2)
         axes.scatter([spread.mean], [y], s=58, color=colour, edgecolor="white", zorder=3)
 
@@ -107,12 +108,12 @@ def _draw_grid(swept: Sweep, path: Path) -> None:
     import numpy as np
 
     rows, columns = swept.keys
-    ys = list(dict.fromkeys(str(point.values[rows]) for point in swept.points))
-    xs = list(dict.fromkeys(str(point.values[columns]) for point in swept.points))
+    ys = list(dict.fromkeys(_short(point.values[rows]) for point in swept.points))
+    xs = list(dict.fromkeys(_short(point.values[columns]) for point in swept.points))
     values = np.full((len(ys), len(xs)), np.nan)
     for point in swept.points:
         if point.measure is not None:
-            at = ys.index(str(point.values[rows])), xs.index(str(point.values[columns]))
+            at = ys.index(_short(point.values[rows])), xs.index(_short(point.values[columns]))
             values[at] = point.measure.steps_hour.mean
     with figure(path, 3.2 + 0.72 * len(xs), 2.2 + 0.46 * len(ys)) as made:
         axes = made.subplots()
@@ -141,6 +142,16 @@ def _draw_rows(points: list[tuple[Point, Measure]], path: Path) -> None:
         axes.grid(axis="x")
         axes.tick_params(axis="y", length=0)
         axes.set(title="Steps per hour", xlabel="mean over seeds, 95 % interval")
+
+
+def _short(value: Any) -> str:
+    """A number as people write it: 100M for 100000000."""
+    if not _is_number(value):
+        return str(value)
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.6g}{letter}"
+    return f"{value:.6g}"
 
 
 def _is_number(value: Any) -> bool:

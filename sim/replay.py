@@ -65,7 +65,8 @@ def term_folder(folder: Path, term: int | None = None) -> Path:
     """
     if (folder / "start").is_file():
         return folder
-    for place in (folder, folder / "events", folder / "scheduler" / "events"):
+    inside = ("", "events", "scheduler/events", "state/scheduler/events")
+    for place in (folder / part for part in inside):
         found = recorded_terms(place)
         if term is not None:
             found = [path for path in found if path.name == f"term-{term:08d}"]
@@ -73,8 +74,8 @@ def term_folder(folder: Path, term: int | None = None) -> Path:
             return found[-1]
     which = "" if term is None else f" of term {term}"
     raise ConfigError(
-        f"{folder}: no event log{which}; give the scheduler's folder, its `events` or a `term-*`"
-        " in there"
+        f"{folder}: no event log{which}; give a run's folder, the scheduler's, its `events` or a"
+        " `term-*` in there"
     )
 
 

@@ -66,8 +66,9 @@ class Result:
 
 class Simulation:
     """A world at time 0. ``check`` verifies every core after each of its events; ``plans`` takes
-    the place of the scenario's fleet, ``draws`` of its lengths and rewards. ``recording`` is empty
-    unless ``record``. ``on_second`` is called once per virtual second."""
+    the place of the scenario's fleet, ``draws`` of its lengths and rewards, ``faults`` of its
+    faults (an agent whose first one is a return starts with it). ``recording`` is empty unless
+    ``record``. ``on_second`` is called once per virtual second."""
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class Simulation:
         record: bool = False,
         plans: Sequence[AgentPlan] | None = None,
         draws: Draws | None = None,
+        faults: Sequence[Fault] | None = None,
     ) -> None:
         self.scenario = scenario
         self.placement = placement
@@ -91,6 +93,7 @@ class Simulation:
         self.network = Network(self.kernel, scenario.topology(), rng, self.history, scenario)
         self.plans = scenario.fleet(seed) if plans is None else list(plans)
         self.on_second: Callable[[], None] | None = None
+        self._planned = None if faults is None else sorted(faults)
         self._draws = Draws(scenario.workload) if draws is None else draws
         self._hosts: dict[str, Host] = {}
         self._nic = (
@@ -147,9 +150,12 @@ class Simulation:
             raise ConfigError(f"scenario {self.scenario.name}: {reply.code}: {reply.message}")
         for trainer in self.trainers.values():
             self.kernel.at(0.0, trainer.start)
+        faults = self._faults() if self._planned is None else self._planned
+        first = {fault.host: fault.what for fault in reversed(faults)}
         for number, agent in enumerate(self.agents.values()):
-            self.kernel.at(0.001 * number, agent.start)
-        for fault in self._faults():
+            if first.get(agent.name) != "return":
+                self.kernel.at(0.001 * number, agent.start)
+        for fault in faults:
             self.kernel.at(fault.at_s, self._fault, fault)
         self.kernel.after(1.0, self._watch)
         if self.ledger.recorder is not None:

@@ -186,6 +186,11 @@ def version_stored(ctx: Context, service: str, message: VersionStored) -> None:
             ctx.count("versions.conflict")
             ctx.note(policy.id, "version conflict", version=message.version)
         return
+    if message.version == policy.head and message.step != policy.step:
+        # The trainer's own account of its head counts.
+        ctx.count("versions.conflict")
+        ctx.note(policy.id, "version conflict", version=message.version, step=message.step)
+        return
     below = policy.checkpoint_step - ctx.run_of(policy).spec.policies[policy.name].max_policy_lag
     if before is None and message.step < below - 1:
         return  # pruned, announced once more

@@ -1,20 +1,21 @@
-"""Many small simulations on the machine's cores, and what an experiment hands back.
+"""What an experiment computes, cell by cell, and hands back.
 
 What always holds: results come in the order of the cells, whatever finished first; numbers are
-rounded to six digits before anything is made of them, so tables, plots and digest agree.
+rounded to six digits before anything is made of them, so tables, plots and digest agree; an
+experiment that was interrupted has the rows that were done, and no tables.
 """
 
 import hashlib
 import json
-import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sim.parallel import OnDone, map_some
+
 Cell = TypeVar("Cell")
 Row = dict[str, Any]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
@@ -32,7 +33,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """``name`` is the stem of the files; ``rows`` are all cells with their results."""
+    """``name`` is the stem of the files; ``rows`` are the cells with their results. No tables: it
+    was interrupted."""
 
     name: str
     quick: bool
@@ -53,24 +55,21 @@ class Findings:
         return path
 
 
-def run_cells(
+def find(
+    name: str,
+    quick: bool,
     compute: Callable[[Cell], Row],
     cells: Sequence[Cell],
+    report: Callable[[tuple[Row, ...]], Sequence[Table]],
     jobs: int,
-    progress: Progress = lambda done, total: None,
-) -> tuple[Row, ...]:
-    """``compute`` of every cell, in order; a module's function, so that processes find it."""
-    rows: list[Row] = []
-    if jobs <= 1 or len(cells) <= 1:
-        for cell in cells:
-            rows.append(rounded(compute(cell)))
-            progress(len(rows), len(cells))
-        return tuple(rows)
-    with multiprocessing.get_context("spawn").Pool(min(jobs, len(cells))) as pool:
-        for row in pool.imap(compute, cells, chunksize=1):
-            rows.append(rounded(row))
-            progress(len(rows), len(cells))
-    return tuple(rows)
+    on_done: OnDone | None = None,
+) -> Findings:
+    """``compute`` of every cell (a module's function, so that processes find it), and what
+    ``report`` makes of all rows."""
+    found = map_some(compute, cells, jobs, on_done)
+    rows = tuple(rounded(row) for row in found if row is not None)
+    complete = len(rows) == len(cells)
+    return Findings(name, quick, rows, tuple(report(rows)) if complete else ())
 
 
 def rounded(row: Row) -> Row:

@@ -12,7 +12,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sim.experiments.cells import Findings, Progress, Row, Table, run_cells
+from sim.experiments.cells import Findings, Row, Table, find
+from sim.parallel import OnDone
+from sim.picture_style import INK, figure
 from sim.training_models.astraflow import train_astraflow
 from sim.training_models.colocated import Switches, train_colocated
 from sim.training_models.parameters import QWEN3_1_7B, Setting
@@ -93,11 +95,13 @@ def compute(cell: Cell) -> Row:
     return row
 
 
-def run(quick: bool, jobs: int, progress: Progress = lambda done, total: None) -> Findings:
-    rows = run_cells(compute, cells(quick), jobs, progress)
-    tables = [_gains(rows, system, task) for system, task in product(SYSTEMS, _tasks(rows))]
-    tables.append(_losses(rows))
-    return Findings(NAME, quick, rows, tuple(tables))
+def run(quick: bool, jobs: int, on_done: OnDone | None = None) -> Findings:
+    return find(NAME, quick, compute, cells(quick), _report, jobs, on_done)
+
+
+def _report(rows: "Sequence[Row]") -> list[Table]:
+    pairs = product(SYSTEMS, _tasks(rows))
+    return [*(_gains(rows, system, task) for system, task in pairs), _losses(rows)]
 
 
 def border_cv(line: "Sequence[Row]", system: str, rival: str = "colocated") -> float | None:
@@ -198,36 +202,34 @@ def _losses(rows: "Sequence[Row]") -> Table:
 def plot(findings: Findings, path: Path) -> None:
     """Maps of the gain; the line is where there is none, dashed with free swaps for the rival."""
     from matplotlib.colors import TwoSlopeNorm
-    from matplotlib.figure import Figure
 
     tasks = _tasks(findings.rows)
-    figure = Figure(figsize=(3.4 * len(tasks) + 1, 5.2), layout="constrained")
-    axes = figure.subplots(2, len(tasks), sharex=True, sharey=True, squeeze=False)
     norm = TwoSlopeNorm(1.0, 0.4, 2.5)
     shown = None
-    for (row, system), (column, task) in product(enumerate(SYSTEMS), enumerate(tasks)):
-        axis, lines = axes[row][column], _lines(findings.rows, task)
-        spreads = [cell["cv"] for cell in next(iter(lines.values()))]
-        grid = [[cell["colocated"] / cell[system] for cell in line] for line in lines.values()]
-        free = [
-            [cell["colocated, free swaps"] / cell[system] for cell in line]
-            for line in lines.values()
-        ]
-        shown = axis.imshow(grid, norm=norm, cmap="RdBu", origin="lower", aspect="auto")
-        for y, line in enumerate(grid):
-            for x, gain in enumerate(line):
-                axis.text(x, y, f"{gain:.2f}", ha="center", va="center", fontsize=8)
-        for values, style in ((grid, "solid"), (free, "dashed")):
-            flat = [value for line in values for value in line]
-            if min(flat) < 1.0 < max(flat):
-                axis.contour(values, levels=[1.0], colors="black", linestyles=style)
-        axis.set_xticks(range(len(spreads)), [f"{cv:g}" for cv in spreads])
-        axis.set_yticks(range(len(lines)), [str(gpus) for gpus in lines])
-        axis.set_title(_title(system, task), fontsize=9)
-        if row == 1:
-            axis.set_xlabel("spread of lengths (CV)")
-        if column == 0:
-            axis.set_ylabel("GPUs")
-    if shown is not None:
-        figure.colorbar(shown, ax=axes, label="times faster than colocated")
-    figure.savefig(path, dpi=100)
+    with figure(path, 3.4 * len(tasks) + 1, 5.6) as made:
+        axes = made.subplots(2, len(tasks), sharex=True, sharey=True, squeeze=False)
+        for (row, system), (column, task) in product(enumerate(SYSTEMS), enumerate(tasks)):
+            axis, lines = axes[row][column], _lines(findings.rows, task)
+            spreads = [cell["cv"] for cell in next(iter(lines.values()))]
+            grid = [[cell["colocated"] / cell[system] for cell in line] for line in lines.values()]
+            free = [
+                [cell["colocated, free swaps"] / cell[system] for cell in line]
+                for line in lines.values()
+            ]
+            shown = axis.imshow(grid, norm=norm, cmap="RdBu", origin="lower", aspect="auto")
+            for y, line in enumerate(grid):
+                for x, gain in enumerate(line):
+                    colour = "white" if not 0.6 < gain < 1.9 else INK
+                    axis.text(x, y, f"{gain:.2f}", ha="center", va="center", color=colour)
+            for values, style in ((grid, "solid"), (free, "dashed")):
+                flat = [value for line in values for value in line]
+                if min(flat) < 1.0 < max(flat):
+                    axis.contour(values, levels=[1.0], colors=INK, linestyles=style)
+            axis.set_xticks(range(len(spreads)), [f"{cv:g}" for cv in spreads])
+            axis.set_yticks(range(len(lines)), [str(gpus) for gpus in lines])
+            axis.set_title(_title(system, task), fontsize=9)
+            if row == 1:
+                axis.set_xlabel("spread of lengths (CV)")
+            if column == 0:
+                axis.set_ylabel("GPUs")
+        made.colorbar(shown, ax=axes, label="times faster than colocated")

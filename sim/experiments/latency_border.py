@@ -23,11 +23,14 @@ out, so the border is the best that any scheduler could do.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sim.experiments.cells import Findings, Progress, Row, Table, run_cells
+from sim.experiments.cells import Findings, Row, Table, find
+from sim.parallel import OnDone
+from sim.picture_style import figure
 from sim.scenario import AgentsSpec, PolicyShape, Scenario
 from sim.training_models.astraflow import GRACE_S, Links, reload_s, train_astraflow
 from sim.training_models.parameters import QWEN3_1_7B, Setting
@@ -162,15 +165,17 @@ def compute(cell: Cell) -> Row:
     }
 
 
-def run(quick: bool, jobs: int, progress: Progress = lambda done, total: None) -> Findings:
-    rows = run_cells(compute, cells(quick), jobs, progress)
+def run(quick: bool, jobs: int, on_done: OnDone | None = None) -> Findings:
+    return find(NAME, quick, compute, cells(quick), partial(_report, quick), jobs, on_done)
+
+
+def _report(quick: bool, rows: "Sequence[Row]") -> list[Table]:
+    """Adds ``share`` to the rows: pace at zero latency over pace."""
     free = {(row["step_s"], row["bound"]): row["pace_s"] for row in rows if row["free"]}
     for row in rows:
         row["share"] = float(f"{free[row['step_s'], row['bound']] / row['pace_s']:.6g}")
-    tables = [_map(rows, bound) for bound in sorted({row["bound"] for row in rows})]
-    tables.append(_borders(rows))
-    tables.append(_rival(quick))
-    return Findings(NAME, quick, rows, tuple(tables))
+    bounds = sorted({row["bound"] for row in rows})
+    return [*(_map(rows, bound) for bound in bounds), _borders(rows), _rival(quick)]
 
 
 def measured_border_s(rows: "Sequence[Row]") -> float | None:
@@ -282,48 +287,47 @@ def _rival(quick: bool) -> Table:
 def plot(findings: Findings, path: Path) -> None:
     """A map per bound and delta with both borders."""
     from matplotlib.colors import BoundaryNorm
-    from matplotlib.figure import Figure
 
     lines = _lines(findings.rows)
     bounds = sorted({key[0] for key in lines})
     deltas = sorted({key[1] for key in lines})
     times = sorted({row["step_s"] for row in findings.rows})
     trips = sorted({key[2] for key in lines})
-    figure = Figure(figsize=(3.0 * len(deltas) + 1, 2.7 * len(bounds)), layout="constrained")
-    axes = figure.subplots(len(bounds), len(deltas), squeeze=False, sharey=True)
     norm = BoundaryNorm([0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.02], 256)
     shown = None
-    for (row, bound), (column, delta) in product(enumerate(bounds), enumerate(deltas)):
-        axis = axes[row][column]
-        grid = [
-            [
-                next(r["share"] for r in lines[bound, delta, rtt] if r["step_s"] == t)
-                for rtt in trips
+    with figure(path, 3.0 * len(deltas) + 1, 2.8 * len(bounds)) as made:
+        axes = made.subplots(len(bounds), len(deltas), squeeze=False, sharey=True)
+        for (row, bound), (column, delta) in product(enumerate(bounds), enumerate(deltas)):
+            axis = axes[row][column]
+            grid = [
+                [
+                    next(r["share"] for r in lines[bound, delta, rtt] if r["step_s"] == t)
+                    for rtt in trips
+                ]
+                for t in times
             ]
-            for t in times
-        ]
-        shown = axis.pcolormesh(range(len(trips) + 1), range(len(times) + 1), grid, norm=norm)
-        places, edges = [], []
-        for place, rtt in enumerate(trips):
-            try:
-                edge = border_s(rtt / 1000.0, delta, bound)
-            except ValueError:
-                continue
-            places.append(place + 0.5)
-            edges.append(_place(edge, times))
-        axis.plot(places, edges, color="red", marker=".", label="analytic border")
-        axis.set_ylim(0, len(times))
-        axis.set_xticks([n + 0.5 for n in range(len(trips))], [f"{rtt:g}" for rtt in trips])
-        axis.set_yticks([n + 0.5 for n in range(len(times))], [f"{t:g}" for t in times])
-        axis.set_title(f"{delta:g} MB, lag bound {bound}", fontsize=9)
-        if row == len(bounds) - 1:
-            axis.set_xlabel("RTT, ms")
-        if column == 0:
-            axis.set_ylabel("step time, s")
-    axes[0][0].legend(fontsize=7, loc="upper left")
-    if shown is not None:
-        figure.colorbar(shown, ax=axes, label="share of zero-latency pace")
-    figure.savefig(path, dpi=100)
+            shown = axis.pcolormesh(
+                range(len(trips) + 1), range(len(times) + 1), grid, norm=norm, cmap="Blues_r"
+            )
+            places, edges = [], []
+            for place, rtt in enumerate(trips):
+                try:
+                    edge = border_s(rtt / 1000.0, delta, bound)
+                except ValueError:
+                    continue
+                places.append(place + 0.5)
+                edges.append(_place(edge, times))
+            axis.plot(places, edges, color="#D55E00", marker=".", label="analytic border")
+            axis.set_ylim(0, len(times))
+            axis.set_xticks([n + 0.5 for n in range(len(trips))], [f"{rtt:g}" for rtt in trips])
+            axis.set_yticks([n + 0.5 for n in range(len(times))], [f"{t:g}" for t in times])
+            axis.set_title(f"{delta:g} MB, lag bound {bound}", fontsize=9.5)
+            if row == len(bounds) - 1:
+                axis.set_xlabel("RTT, ms")
+            if column == 0:
+                axis.set_ylabel("step time, s")
+        axes[0][0].legend(fontsize=7, loc="upper left")
+        made.colorbar(shown, ax=axes, label="share of zero-latency pace")
 
 
 def _place(edge_s: float, times: "Sequence[float]") -> float:

@@ -10,9 +10,11 @@ import math
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from sim.experiments.cells import Findings, Progress, Row, Table, run_cells
+from sim.experiments.cells import Findings, Row, Table, find
+from sim.parallel import OnDone
+from sim.picture_style import INK, SERIES, figure
 from sim.training_models.astraflow import train_astraflow
 from sim.training_models.colocated import Switches, train_colocated
 from sim.training_models.one_to_one import train_one_to_one
@@ -31,6 +33,7 @@ SMALL_BATCHES: Final = 0.2
 [assumed]."""
 PUBLISHED: Final = {"colocated": 212.64, "astraflow": 77.65}
 """Seconds per iteration of the headline task: Dr. MAS on verl, AstraFlow [study]."""
+PUBLISHED_FACTOR: Final = 2.74
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +113,12 @@ def shares(row: Row, copy: str) -> dict[str, float]:
     return {loss: math.exp(effect) for loss, effect in effects.items()}
 
 
-def run(quick: bool, jobs: int, progress: Progress = lambda done, total: None) -> Findings:
-    rows = run_cells(compute, cells(quick), jobs, progress)
-    base = rows[0]
-    tables = [_systems(base), _attribution(base), _sweep("GPUs and spread of lengths", rows)]
-    return Findings(NAME, quick, rows, tuple(tables))
+def run(quick: bool, jobs: int, on_done: OnDone | None = None) -> Findings:
+    return find(NAME, quick, compute, cells(quick), _report, jobs, on_done)
+
+
+def _report(rows: "Sequence[Row]") -> list[Table]:
+    return [_systems(rows[0]), _attribution(rows[0]), _sweep("GPUs and spread of lengths", rows)]
 
 
 def _add(row: Row, outcome: Outcome) -> None:
@@ -211,53 +215,53 @@ def _sweep(title: str, rows: "Sequence[Row]") -> Table:
 
 def plot(findings: Findings, path: Path) -> None:
     """The factor's parts, and the factor over GPUs and spread."""
-    from matplotlib.figure import Figure
+    with figure(path, 10.5, 4.2) as made:
+        left, right = made.subplots(1, 2)
+        _plot_parts(left, findings.rows[0])
+        _plot_spread(right, [row for row in findings.rows if row["kind"] == "spread"])
 
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    base = findings.rows[0]
-    colours = {"tail": "#4477aa", "swap": "#ee6677", "turns": "#ccbb44"}
+
+def _plot_parts(axes: Any, base: Row) -> None:
+    """What each loss costs, on a logarithmic axis: widths add up as factors multiply."""
     for place, copy in enumerate(reversed(COPIES)):
         at = 0.0
-        for loss, factor in shares(base, copy).items():
+        for colour, (loss, factor) in zip(SERIES, shares(base, copy).items(), strict=False):
             width = math.log2(factor)
-            left.barh(
-                place, width, left=at, color=colours[loss], label=loss if place == 0 else None
-            )
-            if abs(width) > 0.1:
-                left.text(at + width / 2, place, f"x{factor:.2f}", ha="center", va="center")
+            axes.barh(place, width, left=at, color=colour, label=loss if place == 0 else None)
+            if width > 0.1:
+                middle = at + width / 2
+                text = f"{loss}\n\u00d7{factor:.2f}"
+                axes.text(middle, place, text, ha="center", va="center", color="white")
             at += width
         factor = base[f"{copy} {ALL}"] / base["farflow"]
-        left.plot([math.log2(factor)] * 2, [place - 0.4, place + 0.4], color="black")
-        left.text(math.log2(factor), place + 0.43, f"farflow x{factor:.2f}", ha="center")
-    ticks = [1.0, 1.5, 2.0, 2.7, 3.5]
-    left.set_xticks([math.log2(tick) for tick in ticks], [f"{tick:g}" for tick in ticks])
-    left.set_yticks([0, 1], [f"{copy}\ncopies" for copy in reversed(COPIES)])
-    left.set_ylim(-0.6, 1.8)
-    left.set_xlabel("times faster than colocated")
-    left.set_title("Headline task: what each loss costs", fontsize=10)
-    left.legend(loc="lower right", fontsize=8)
-    rows = [row for row in findings.rows if row["kind"] == "spread"]
-    for gpus in sorted({row["gpus"] for row in rows}):
+        axes.plot([math.log2(factor)] * 2, [place - 0.4, place + 0.4], color=INK)
+        text = f"farflow \u00d7{factor:.2f}"
+        axes.text(math.log2(factor), place + 0.43, text, ha="center")
+    ticks = (1.0, 1.25, 1.5, 2.0, 2.7)
+    axes.set_xticks([math.log2(tick) for tick in ticks], [f"{tick:g}" for tick in ticks])
+    axes.set_yticks([0, 1], [f"{copy}\ncopies" for copy in reversed(COPIES)])
+    axes.set_ylim(-0.6, 1.8)
+    axes.set_xlabel("times faster than colocated")
+    axes.set_title("Headline task: what each loss costs")
+
+
+def _plot_spread(axes: Any, rows: "Sequence[Row]") -> None:
+    for colour, gpus in zip(SERIES, sorted({row["gpus"] for row in rows}), strict=False):
         line = [row for row in rows if row["gpus"] == gpus]
-        spreads = [row["cv"] for row in line]
-        (drawn,) = right.plot(
-            spreads,
-            [row[f"pageable {ALL}"] / row["farflow"] for row in line],
-            marker="o",
-            label=f"{gpus} GPUs",
-        )
-        right.plot(
-            spreads,
-            [row[f"pinned {ALL}"] / row["farflow"] for row in line],
-            marker=".",
-            linestyle="--",
-            color=drawn.get_color(),
-        )
-    right.axhline(2.74, color="grey", linewidth=0.8)
-    right.text(0.0, 2.78, "published 2.74", fontsize=8, color="grey")
-    right.set_xlabel("spread of lengths (CV)")
-    right.set_ylabel("times faster than colocated")
-    right.set_title("farflow; solid: pageable copies, dashed: pinned", fontsize=10)
-    right.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+        for copy, style in (("pageable", "o-"), ("pinned", ".--")):
+            axes.plot(
+                [row["cv"] for row in line],
+                [row[f"{copy} {ALL}"] / row["farflow"] for row in line],
+                style,
+                color=colour,
+                label=f"{gpus} GPUs" if copy == "pageable" else None,
+            )
+    axes.axhline(PUBLISHED_FACTOR, color=INK, linewidth=0.8)
+    text = f"published: {PUBLISHED_FACTOR}"
+    axes.text(rows[-1]["cv"], PUBLISHED_FACTOR / 1.12, text, fontsize=8, ha="right")
+    axes.set_yscale("log", base=2)
+    axes.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+    axes.set_xlabel("spread of lengths (CV)")
+    axes.set_ylabel("times faster than colocated")
+    axes.set_title("farflow; dashed: pinned copies")
+    axes.legend(fontsize=8)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from sim.fair_share import Pipe, max_min
 from sim.kernel import Kernel
 from sim.links import LinkKeys
-from sim.network import Network
+from sim.network import Network, Receive
 from sim.tcp import MATHIS, TcpSpec, steady_rate
 from sim.topology import star
-from transport.messages import Body
+from transport.messages import Message, Ping
 
 if TYPE_CHECKING:
     from sim.flows import Flow
@@ -30,12 +30,22 @@ class World:
         self.network = Network(self.kernel, topology, random.Random(0), keys=keys)
         self.hosts = [
             self.network.add(
-                name, name, Pipe(f"{name}-up", rate), Pipe(name, rate), lambda *_: None
+                name, name, Pipe(f"{name}-up", rate), Pipe(name, rate), self._hear(name)
             )
             for name, rate in zip(HOSTS, rates, strict=True)
         ]
-        self.done = self.begun = 0
+        self.done = self.begun = self.said = 0
+        self.heard: dict[tuple[str, str], int] = {}
         self.flows: list[Flow] = []
+
+    def _hear(self, name: str) -> Receive:
+        def hear(source: str, message: Message, _: object) -> None:
+            """Order is kept, whatever happens."""
+            assert isinstance(message, Ping)
+            assert message.sequence > self.heard.get((source, name), 0)
+            self.heard[source, name] = message.sequence
+
+        return hear
 
     def act(self, step: tuple[str, str, str, int]) -> None:
         what, one, other, size = step
@@ -44,7 +54,9 @@ class World:
             self.begun += 1
             self.flows.append(network.transfer(one, other, size, self._done))
         elif what == "send" and one != other:
-            network.send(one, other, Body(digest="d"), payload_bytes=size)
+            self.said += 1
+            ping = Ping(sequence=self.said, sent_s=0.0)
+            network.send(one, other, ping, payload_bytes=size // self.said)
         elif what == "cut":
             network.cut(one)
             self.kernel.after(size / 1e6, lambda _: network.cut(one, is_cut=False))
