@@ -9,7 +9,7 @@ run: $(STAMP)  ## the main job: scheduler, three agents and a trainer learn arit
 	$(BIN)/farflow up examples/arithmetic.toml
 
 test: $(STAMP)  ## the default suite, without torch training
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-slow: $(STAMP)  ## torch, real constants, real processes
 	$(BIN)/python -m pytest -m slow --timeout 600

@@ -140,7 +140,10 @@ def full_rows() -> list[Row]:
     for name in CALIBRATIONS:
         scenario = load_scenario(f"calibration-{name}")
         real = emulated(scenario)
-        rows += compared(name, simulated(scenario, real), real.measures)
+        found = compared(name, simulated(scenario, real), real.measures)
+        for row in found:
+            print(f"  {row.metric} {row.value} {row.ratio} {row.ok}", file=sys.stderr)
+        rows += found
     wan = load_scenario(WAN)
     far, near = emulated(wan), emulated(without_distance(wan))
     rows.append(wan_row("real daemons", far.measures, near.measures))

@@ -17,6 +17,11 @@ from sim.fair_share import Pipe, max_min
 from sim.kernel import Alarm, Kernel
 from sim.tcp import Window
 
+CROWD: Final = 100
+"""Among more transfers than this that have to be worked out together, windows grow on a common grid
+of ``GRID_S``, so that many of them grow at once."""
+GRID_S: Final = 0.01
+
 _DONE_BYTES: Final = 1e-3
 _FULL: Final = 1.0 - 1e-9
 
@@ -60,12 +65,14 @@ class Connection:
         self.window.travel(rtt_s)
         self._changed()
 
-    def judge(self, rate: float) -> None:
+    def judge(self, rate: float, in_crowd: bool) -> None:
         """The transfers move at ``rate`` together from now on: is it the window that holds them?"""
         if self.window.is_open or rate < self.pipe.rate * _FULL:
             self._stop()
         elif self.grows_at_s == math.inf:
             self.grows_at_s = self._kernel.now + self.window.rtt_s
+            if in_crowd:
+                self.grows_at_s = math.ceil(self.grows_at_s / GRID_S) * GRID_S
             self._alarm.set(self.grows_at_s)
 
     def _stop(self) -> None:
@@ -251,6 +258,7 @@ class Flows:
 
     def _plan(self, _: object = None) -> None:
         self._planning = False
+        began_with = self._changed
         group = self._group()
         loads = self._loads
         paths = [[p for p in flow.pipes if loads[p].is_tight] for flow in group]
@@ -264,13 +272,14 @@ class Flows:
             if changes:
                 self._progress(flow)
                 flow.rate = rate
-            if flow.connection is not None:
+            if flow.connection is None:
+                if changes:
+                    self._set_alarm(flow)
+            elif changes or flow in began_with:
                 connections[flow.connection] = None
-            elif changes:
-                self._set_alarm(flow)
         for connection in connections:
             on_it = loads[connection.pipe].flows
-            connection.judge(sum(flow.rate for flow in on_it))
+            connection.judge(sum(flow.rate for flow in on_it), len(group) > CROWD)
             for flow in on_it:
                 self._set_alarm(flow)
 

@@ -34,7 +34,7 @@ def require_matplotlib() -> None:
 
 
 @contextlib.contextmanager
-def figure(path: Path, width: float, height: float, **options: Any) -> Iterator[Any]:
+def figure(path: Path, width: float, height: float) -> Iterator[Any]:
     """A figure of so many inches, written to ``path`` as PNG in the end.
 
     Raises:
@@ -67,7 +67,7 @@ def figure(path: Path, width: float, height: float, **options: Any) -> Iterator[
         "legend.frameon": False,
     }
     with rc_context(style):
-        made = Figure(figsize=(width, height), layout=options.pop("layout", "constrained"))
+        made = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(made)
         yield made
         # Without the version in its metadata, equal pictures are equal files.

@@ -84,21 +84,18 @@ def timeout_s(rtt_s: float, deviation_s: float = 0.0) -> float:
 class Window:
     """The congestion windows of the connections between two hosts, together.
 
-    ``size_bytes`` is what may leave per round trip; ``used_s`` when it was last used.
+    ``size_bytes`` is what may leave per round trip, ``most_bytes`` what the bound lets under way;
+    ``used_s`` is when it was last used.
     """
 
-    __slots__ = ("_spec", "rtt_s", "size_bytes", "used_s")
+    __slots__ = ("_spec", "most_bytes", "rtt_s", "size_bytes", "used_s")
 
     def __init__(self, spec: TcpSpec, rtt_s: float) -> None:
         self._spec = spec
         self.rtt_s = max(rtt_s, MIN_RTT_S)
+        self.most_bytes = steady_rate(spec, self.rtt_s) * self.rtt_s
         self.size_bytes = self._least_bytes
         self.used_s = -math.inf
-
-    @property
-    def most_bytes(self) -> float:
-        """What the bound lets under way."""
-        return steady_rate(self._spec, self.rtt_s) * self.rtt_s
 
     @property
     def _least_bytes(self) -> float:
@@ -133,6 +130,7 @@ class Window:
     def travel(self, rtt_s: float) -> None:
         """The round trip is another one from now on."""
         self.rtt_s = max(rtt_s, MIN_RTT_S)
+        self.most_bytes = steady_rate(self._spec, self.rtt_s) * self.rtt_s
         self.size_bytes = min(self.size_bytes, self.most_bytes)
 
 

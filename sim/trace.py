@@ -1,15 +1,17 @@
 """A production event log as a world to simulate: the same arrivals, under any placement rule.
 
 What is taken from the log: which agents there were and when they came, went and came back; their
-slots, speed per slot, round trip and rate down, as the scheduler's own core had learnt them by the
-end; lengths and rewards of every job whose result was announced; the times of training steps, of
-weight swaps, the sizes of versions; group size, batch and bound of the run.
+slots, and speed per slot (from results that waited least for one); their round trip as the
+scheduler's own core had learnt it by the end, and what they fetched weights with; lengths and
+rewards of every job whose result was announced; the times of training steps and weight swaps, the
+sizes of versions; group size, batch and bound of the run.
 
 What the log does not say is assumed: rates up are those down, links are not shared, tool time is
 part of an agent's speed, and a job without any result gets the lengths of another one, chosen by
 its seed (such jobs are counted; they are the longer ones, so with many of them all rules look
 better than they were). So the recorded rule is simulated as well, and only the ratio between rules
-is an answer. Jobs are known by their place in the order of the run.
+is an answer. Jobs are known by their place in the order of the run. Of several
+runs in a log it is the first; evaluations are left out.
 """
 
 import random
@@ -162,7 +164,7 @@ def read_trace(folder: Path) -> Trace:
     results = {
         place: summary
         for job, summary in reader.summaries.items()
-        if (place := place_of(job)) is not None and summary.lengths
+        if (place := place_of(job)) is not None and summary.lengths and _is_of(job, run)
     }
     missing = [
         what
@@ -216,7 +218,7 @@ def steps_hour_of(ends_s: list[float]) -> float:
 
 
 def _policies(reader: _Reader) -> list[str]:
-    return list(dict.fromkeys(step.policy for step in reader.steps))
+    return list(dict.fromkeys(s.policy for s in reader.steps if _is_of(s.policy, reader.run)))
 
 
 def _shapes(run: RunSpec, reader: _Reader) -> tuple[dict[str, PolicyShape], float]:
@@ -263,21 +265,30 @@ def _settings(reader: _Reader) -> dict[str, object]:
 
 
 def _plan(name: str, heard: Heard, reader: _Reader) -> AgentPlan:
-    learnt = reader.learnt
-    rates = [s.rate_tokens_s for s in learnt.values() if s.rate_tokens_s]
-    usual = statistics.median(rates) if rates else UNKNOWN_TOKENS_S
-    own = learnt.get(name)
+    usual = _tokens_s(list(reader.summaries.values())) or UNKNOWN_TOKENS_S
+    own = _tokens_s([s for s in reader.summaries.values() if s.agent == name])
     down = [rate for one in reader.agents.values() for rate in one.rates_down]
     rate_down = statistics.median(heard.rates_down or down or [UNKNOWN_RATE])
     return AgentPlan(
         name=name,
         site=name,
         slots=heard.slots,
-        tokens_per_s=(own.rate_tokens_s if own else None) or usual,
+        tokens_per_s=own or usual,
         up=rate_down,
         down=rate_down,
         usd_hour=heard.usd_hour,
     )
+
+
+def _tokens_s(results: list[GroupSummary]) -> float | None:
+    """Tokens per second of one slot. A result's time has its wait for a slot in it, so the faster
+    ones tell how fast a slot is; the very fastest may be accidents of the clock."""
+    rates = sorted(
+        max(summary.lengths) / summary.generating_s
+        for summary in results
+        if summary.lengths and summary.generating_s > 0.0
+    )
+    return rates[int(0.8 * (len(rates) - 1))] if rates else None
 
 
 def _rtt_s(name: str, reader: _Reader) -> float:
@@ -300,6 +311,10 @@ def _faults(agents: dict[str, Heard], length_s: float) -> list[Fault]:
                 )
                 faults.append(Fault(ends_s, name, "crash"))
     return sorted(faults)
+
+
+def _is_of(id: str, run: RunSpec | None) -> bool:
+    return run is not None and id.startswith(f"{run.name}/")
 
 
 def place_of(job: str) -> int | None:

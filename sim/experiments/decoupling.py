@@ -30,6 +30,8 @@ TASKS: Final = ((200.0, 8), (2000.0, 8), (2000.0, 2))
 """Mean tokens of a response, groups of 8 per GPU and step."""
 OVERHEAD_S: Final = 0.5
 """Of a step, beside its work per token [assumed]."""
+LEVELS: Final = (0.4, 0.6, 0.8, 0.95, 1.05, 1.25, 1.67, 2.5, 4.0)
+"""Of the map's colours, about as far below 1 as above."""
 PREFETCH_CV: Final = 1.0
 """Where the default prefetch is simulated too."""
 SYSTEMS: Final = ("farflow", "astraflow")
@@ -162,17 +164,10 @@ def _losses(rows: "Sequence[Row]") -> Table:
     table = Table(
         "Where the time goes (seconds per step)",
         (
-            "tokens",
-            "GPUs",
-            "CV",
-            "split",
-            "ideal",
-            "whole GPUs",
-            "farflow",
-            "AstraFlow",
-            "colocated",
+            "tokens", "per GPU", "GPUs", "CV", "split", "ideal", "whole GPUs", "farflow",
+            "farflow, prefetch 1", "AstraFlow", "colocated", "... free swaps",
         ),
-    )
+    )  # fmt: skip
     seconds = (
         "ideal",
         "split",
@@ -201,35 +196,38 @@ def _losses(rows: "Sequence[Row]") -> Table:
 
 def plot(findings: Findings, path: Path) -> None:
     """Maps of the gain; the line is where there is none, dashed with free swaps for the rival."""
-    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.colors import BoundaryNorm
 
     tasks = _tasks(findings.rows)
-    norm = TwoSlopeNorm(1.0, 0.4, 2.5)
+    norm = BoundaryNorm(LEVELS, 256)
     shown = None
-    with figure(path, 3.4 * len(tasks) + 1, 5.6) as made:
+    with figure(path, 2.6 * len(tasks) + 0.8, 4.2) as made:
         axes = made.subplots(2, len(tasks), sharex=True, sharey=True, squeeze=False)
         for (row, system), (column, task) in product(enumerate(SYSTEMS), enumerate(tasks)):
             axis, lines = axes[row][column], _lines(findings.rows, task)
             spreads = [cell["cv"] for cell in next(iter(lines.values()))]
+            xs = [x + 0.5 for x in range(len(spreads))]
+            ys = [y + 0.5 for y in range(len(lines))]
             grid = [[cell["colocated"] / cell[system] for cell in line] for line in lines.values()]
             free = [
                 [cell["colocated, free swaps"] / cell[system] for cell in line]
                 for line in lines.values()
             ]
-            shown = axis.imshow(grid, norm=norm, cmap="RdBu", origin="lower", aspect="auto")
-            for y, line in enumerate(grid):
-                for x, gain in enumerate(line):
-                    colour = "white" if not 0.6 < gain < 1.9 else INK
-                    axis.text(x, y, f"{gain:.2f}", ha="center", va="center", color=colour)
+            shown = axis.pcolormesh(grid, norm=norm, cmap="RdBu")
+            for y, line in zip(ys, grid, strict=True):
+                for x, gain in zip(xs, line, strict=True):
+                    colour = "white" if gain < LEVELS[1] or gain > LEVELS[-3] else INK
+                    text = f"{gain:.2f}"
+                    axis.text(x, y, text, ha="center", va="center", color=colour, fontsize=7.5)
             for values, style in ((grid, "solid"), (free, "dashed")):
                 flat = [value for line in values for value in line]
                 if min(flat) < 1.0 < max(flat):
-                    axis.contour(values, levels=[1.0], colors=INK, linestyles=style)
-            axis.set_xticks(range(len(spreads)), [f"{cv:g}" for cv in spreads])
-            axis.set_yticks(range(len(lines)), [str(gpus) for gpus in lines])
-            axis.set_title(_title(system, task), fontsize=9)
+                    axis.contour(xs, ys, values, levels=[1.0], colors=INK, linestyles=style)
+            axis.set_xticks(xs, [f"{cv:g}" for cv in spreads])
+            axis.set_yticks(ys, [str(gpus) for gpus in lines])
+            axis.set_title(_title(system, task), fontsize=8)
             if row == 1:
                 axis.set_xlabel("spread of lengths (CV)")
             if column == 0:
                 axis.set_ylabel("GPUs")
-        made.colorbar(shown, ax=axes, label="times faster than colocated")
+        made.colorbar(shown, ax=axes, label="times faster than colocated", extend="both")

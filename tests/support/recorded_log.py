@@ -3,14 +3,17 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scheduler.build import build_id
-from scheduler.core.effects import Effect
 from scheduler.core.events import Event
 from scheduler.core.machine import SchedulerCore
 from scheduler.event_log import EventLog, EventLogStart
 from sim.run import Result, Simulation
 from sim.scenario import Scenario
+
+if TYPE_CHECKING:
+    from scheduler.core.effects import Effect
 
 BATCH = 7
 """Events that are committed together."""
