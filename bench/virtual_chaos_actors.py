@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from edge_agent.core import effects as agent_do
 from edge_agent.core import events as agent_on
-from sim.actors.agent import AgentActor, Spooled
+from sim.actors.agent import AgentActor
+from sim.actors.modelled import Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
 from sim.actors.services import ModelledVersion, TrajectoryLogActor, WeightStoreActor
 from sim.actors.trainer import TrainerActor

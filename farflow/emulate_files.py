@@ -53,6 +53,8 @@ def write_emulation(
         ConfigError: the scenario has something that cannot be emulated; names the key.
     """
     _refuse_what_is_not_emulated(scenario)
+    if model is not None:
+        _check_positions(model, scenario)
     folder.mkdir(parents=True)
     if model is None:
         model = make_model(folder / "model", scenario.workload.full_bytes)
@@ -237,6 +239,22 @@ def _link(
 def _rate(bytes_s: float) -> str:
     mbit = bytes_s / MBIT
     return f"{mbit:g}Mbit/s" if mbit < UNLIMITED_MBIT else "unlimited"
+
+
+def _check_positions(model: Path, scenario: Scenario) -> None:
+    """A model that has no room for a sequence would fail every attempt."""
+    path = model / "config.json"
+    try:
+        found = json.loads(path.read_bytes()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"--model {path}: does not load: {error}") from error
+    workload = scenario.workload
+    longest = workload.prompt_tokens + workload.max_new_tokens
+    if isinstance(found, int) and longest > found:
+        raise ConfigError(
+            f"--model {model}: has {found} positions; workload.prompt_tokens + max_new_tokens is "
+            f"{longest}, lower one of them or take another model"
+        )
 
 
 def _refuse_what_is_not_emulated(scenario: Scenario) -> None:

@@ -11,7 +11,10 @@ STEPS: Final = 10
 """A timeline shows about so many steps of the fastest policy."""
 
 _JOBS: Final = 0.66
-"""Of an agent's row; below come its weights."""
+"""What an agent's attempts take of its row; below come its weights."""
+
+_IDLE: Final = 0.2
+"""The same for one that has none in the window."""
 
 _STRIP: Final = 0.17
 
@@ -22,7 +25,8 @@ def draw_timeline(recording: Recording, path: Path) -> None:
     agents = _chosen(recording.agents)
     policies = sorted(recording.bounds)
     colours = _Versions(recording, begin_s, end_s)
-    height = 1.5 + 0.42 * len(policies) + 0.62 * len(agents)
+    jobs = [_JOBS if _is_busy(recording, agent, begin_s, end_s) else _IDLE for agent in agents]
+    height = 1.5 + 0.42 * len(policies) + 0.62 * sum(one + 0.34 for one in jobs)
     with figure(path, 12.5, height) as made:
         axes = made.subplots()
         unit_s = seconds_axis(axes, end_s)
@@ -31,18 +35,18 @@ def draw_timeline(recording: Recording, path: Path) -> None:
             y = 0.62 * number
             _draw_steps(axes, recording, policy, colours, y, unit_s)
             ticks.append((y + 0.22, f"trainer {short(policy)}"))
-        top = 0.62 * len(policies) + 0.12
-        for number, agent in enumerate(agents):
-            y = top + number
+        y = 0.62 * len(policies) + 0.12
+        for agent, high in zip(agents, jobs, strict=True):
             _draw_attempts(axes, recording, agent, (begin_s, end_s), y, unit_s)
-            _draw_versions(axes, recording, agent, policies, colours, y + _JOBS + 0.03, unit_s)
+            _draw_versions(axes, recording, agent, policies, colours, y + high + 0.03, unit_s)
             text = f"{agent.name}\n{agent.slots} x {agent.tokens_per_s:g} tok/s, "
-            ticks.append((y + _JOBS / 2, text + f"{agent.rtt_s * 1e3:.0f} ms"))
+            ticks.append((y + (high + _STRIP) / 2, text + f"{agent.rtt_s * 1e3:.0f} ms"))
             axes.axhline(y - 0.05, color=GRID, linewidth=0.8)
+            y += high + 0.34
         axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=8)
         axes.tick_params(axis="y", length=0)
         axes.set_xlim(begin_s / unit_s, end_s / unit_s)
-        axes.set_ylim(top + len(agents), -0.12)
+        axes.set_ylim(y, -0.12)
         axes.spines["left"].set_visible(False)
         some = len(agents) < len(recording.agents)
         few = f"{len(agents)} of {len(recording.agents)} agents; " if some else ""
@@ -121,7 +125,7 @@ def _draw_attempts(
                     (y + lane * thick, thick * 0.86),
                     facecolor=colour,
                     edgecolor="white",
-                    linewidth=0.5,
+                    linewidth=0.5 if len(lanes) < 10 else 0.2,
                 )
 
 
@@ -216,6 +220,16 @@ class _Versions:
     def share(self, length_s: float) -> float:
         """Of the window's length."""
         return length_s / (self._end_s - self._begin_s)
+
+
+def _is_busy(recording: Recording, agent: AgentFacts, begin_s: float, end_s: float) -> bool:
+    return any(
+        span.agent == agent.name
+        and span.began_s is not None
+        and span.began_s < end_s
+        and _end(span, recording.ends_s) > begin_s
+        for span in recording.attempts
+    )
 
 
 def _end(span: AttemptSpan, ends_s: float) -> float:

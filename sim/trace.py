@@ -14,6 +14,7 @@ is an answer. Jobs are known by their place in the order of the run. Of several
 runs in a log it is the first; evaluations are left out.
 """
 
+import math
 import random
 import statistics
 from dataclasses import dataclass, field
@@ -288,7 +289,7 @@ def _tokens_s(results: list[GroupSummary]) -> float | None:
         for summary in results
         if summary.lengths and summary.generating_s > 0.0
     )
-    return rates[int(0.8 * (len(rates) - 1))] if rates else None
+    return rates[math.ceil(0.8 * (len(rates) - 1))] if rates else None
 
 
 def _rtt_s(name: str, reader: _Reader) -> float:

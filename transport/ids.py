@@ -20,6 +20,7 @@ AgentId = NewType("AgentId", str)
 Fence = tuple[int, int]
 
 NAME_RULE = "1 to 48 characters out of a-z, 0-9, '-', '_' and '.', starting with a letter or digit"
+_MASK = 0x7FFF_FFFF_FFFF_FFFF
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,47}")
 
 
@@ -53,3 +54,11 @@ def attempt_id(job: str, number: int) -> AttemptId:
 
 def job_of(attempt: str) -> JobId:
     return JobId(attempt.rpartition("#")[0])
+
+
+def item_seed(run_seed: int, kind: str, index: int) -> int:
+    """The seed of a job's generation: the same on whatever agent and attempt (splitmix64)."""
+    x = (run_seed * 0x9E3779B97F4A7C15 + index * 2 + _SPACES[kind]) & 0xFFFF_FFFF_FFFF_FFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFF_FFFF_FFFF_FFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFF_FFFF_FFFF_FFFF
+    return (x ^ (x >> 31)) & _MASK

@@ -27,6 +27,7 @@ MAX_SUMMARY_BYTES = 32 * 1024
 MAX_FINITE = 1e15
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def summary_fault(summary: GroupSummary) -> str:
@@ -44,18 +45,21 @@ def summary_fault(summary: GroupSummary) -> str:
         return f"size_bytes: {summary.size_bytes}, at most {MAX_PACKED_BYTES}"
     if not 0 < len(summary.rewards) == len(summary.lengths) <= MAX_SEQUENCES:
         return f"rewards: {len(summary.rewards)} for {len(summary.lengths)} sequences"
-    numbers = (*summary.rewards, summary.queued_s, summary.generating_s)
-    if not all(abs(number) <= MAX_FINITE for number in numbers):  # NaN is not either
-        return "rewards or times are not finite"
+    for number in (*summary.rewards, summary.queued_s, summary.generating_s):
+        if not -MAX_FINITE <= number <= MAX_FINITE:  # NaN is not either
+            return "rewards or times are not finite"
     if min(summary.queued_s, summary.generating_s) < 0:
         return "times are negative"
-    if not all(0 <= n <= MAX_SEQUENCE_TOKENS for n in (*summary.lengths, summary.prompt_tokens)):
+    lengths = (*summary.lengths, summary.prompt_tokens)
+    if min(lengths) < 0 or max(lengths) > MAX_SEQUENCE_TOKENS:
         return f"lengths or prompt_tokens: not within 0 and {MAX_SEQUENCE_TOKENS}"
-    if not all(0 <= part <= MAX_COUNT for part in summary.fence):
+    term, fence = summary.fence
+    if not (0 <= term <= MAX_COUNT and 0 <= fence <= MAX_COUNT):
         return "fence: impossible"
-    if not all(0 <= low <= high <= MAX_COUNT for low, high in summary.versions.values()):
-        return "versions: the oldest is newer than the newest, or out of range"
-    size_bytes = len(msgspec.msgpack.encode(summary))
+    for low, high in summary.versions.values():
+        if not 0 <= low <= high <= MAX_COUNT:
+            return "versions: the oldest is newer than the newest, or out of range"
+    size_bytes = len(_encode(summary))
     if size_bytes > MAX_SUMMARY_BYTES:
         return f"the summary takes {size_bytes} bytes, at most {MAX_SUMMARY_BYTES}"
     return ""

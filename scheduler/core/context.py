@@ -254,6 +254,7 @@ class Context:
         self.due_runs: dict[str, None] = {}
         self.dispatch_due = False
         self.shortlists: Shortlists  # of the pass that places now
+        self.moved: list[str] | None = None  # agents with another load, while a pass wants them
         self.entries: deque[tuple[float, str, str, tuple[tuple[str, object], ...]]] = deque(
             maxlen=settings.story_length
         )
@@ -330,18 +331,19 @@ class Context:
 
     def refresh_open(self, agent: Agent, live: AgentLive) -> None:
         """Bring ``open_agents`` up to date after a change of state, block or load."""
-        live.most_slots = max(live.most_slots, agent.slots)
+        if agent.slots > live.most_slots:
+            live.most_slots = agent.slots
         live.frees = None
-        prefetch = self.settings.prefetch_groups
-        ahead = max(max(0, prefetch - 1) * self.largest_group, live.prefetch)
-        room = agent.slots + ahead - live.load
         is_ready = live.state == "ready" and not agent.cordoned and not agent.quarantined
         self.ready.put(agent.name, is_ready)
-        is_open = (
-            is_ready
-            and live.blocked_until_s <= self.now
-            and (room > 0 or (room == 0 and prefetch > 0) or live.load == 0)
-        )
+        is_open = is_ready and live.blocked_until_s <= self.now
+        if is_open and live.load >= agent.slots:
+            prefetch = self.settings.prefetch_groups
+            ahead = max(max(0, prefetch - 1) * self.largest_group, live.prefetch)
+            room = agent.slots + ahead - live.load
+            is_open = room > 0 or (room == 0 and prefetch > 0) or live.load == 0
+        if self.moved is not None:
+            self.moved.append(agent.name)
         if self.open_agents.put(agent.name, is_open) and is_open:
             self.dispatch_due = True
 

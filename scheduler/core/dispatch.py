@@ -12,8 +12,6 @@ its families' first jobs can be placed, so it costs O(placements), not O(jobs x 
 source waits for another one's job.
 """
 
-from itertools import islice
-
 import msgspec
 
 from scheduler.core import absorbing, attempts, hedging, partials, recall, views
@@ -25,6 +23,7 @@ from scheduler.core.fairness import Source, Turns, over_quota
 from scheduler.core.placement import Choice, FinishTime, soonest
 from scheduler.core.shortlists import Shortlists
 from scheduler.core.state import Job, Run
+from transport.ids import item_seed
 from transport.messages import LeaseOffer, RewardSpec
 from transport.runs import TaskSpec
 
@@ -32,7 +31,6 @@ HOLDER_SHARE = 10
 """An in-between evaluation is held by at most one in so many of the ready agents."""
 MAX_HEADS = 4
 """How many families' first jobs are tried before a source's turns end."""
-_MASK = 0x7FFF_FFFF_FFFF_FFFF
 _SPACES = {"train": 0, "eval": 1, "external": 1 << 40}
 
 
@@ -42,9 +40,11 @@ def place(ctx: Context) -> None:
     if not len(ctx.open_agents):
         return
     turns, ctx.shortlists = Turns(ctx), Shortlists()
+    ctx.moved = ctx.shortlists.moved
     _take_turns(ctx, turns, capped=True)
     turns.uncap()
     _take_turns(ctx, turns, capped=False)
+    ctx.moved = None
     if len(ctx.open_agents):
         _hedge_tails(ctx)
         recall.look(ctx)
@@ -68,14 +68,6 @@ def watch(ctx: Context) -> None:
             _forget_code(ctx, ctx.tables.runs[name])
     if len(ctx.backed_up):
         ctx.dispatch_due = True
-
-
-def item_seed(run_seed: int, kind: str, index: int) -> int:
-    """The seed of a job's generation: the same on whatever agent and attempt (splitmix64)."""
-    x = (run_seed * 0x9E3779B97F4A7C15 + index * 2 + _SPACES[kind]) & 0xFFFF_FFFF_FFFF_FFFF
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFF_FFFF_FFFF_FFFF
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFF_FFFF_FFFF_FFFF
-    return (x ^ (x >> 31)) & _MASK
 
 
 def reward_of(task: TaskSpec) -> RewardSpec:
@@ -102,7 +94,7 @@ def _place_first(ctx: Context, source: Source) -> Job | None:
         holders = _holders(ctx, ctx.evaluations[source.evaluation])
         if len(holders) * HOLDER_SHARE >= max(HOLDER_SHARE, ctx.ready_agents):
             names = [name for name in holders if name in ctx.open_agents]
-    for id in islice(ctx.queue(source.queue).heads(), MAX_HEADS):
+    for id in ctx.queue(source.queue).heads()[:MAX_HEADS]:
         job = ctx.tables.jobs[id]
         if over_quota(ctx, source.run, job) or not _pins_stored(ctx, job):
             continue

@@ -51,6 +51,7 @@ class Turns:
         self._tenants: dict[str, float] = {}
         self._classes: dict[SourceClass, float] = dict.fromkeys(_RANK, 0.0)
         self._heap: list[tuple[Key, Source]] = []
+        self._turn: Key = (0, 0, 0.0, 0.0, "")
         self._set_aside: list[Source] = []
         for source in self._count():
             self._push(source)
@@ -62,18 +63,21 @@ class Turns:
             if capped and self._has_its_part(source):
                 self._set_aside.append(source)
                 continue
-            now = self._key(source)
-            if now > key:
-                heapq.heappush(self._heap, (now, source))
-                continue
+            if self._heap:
+                # What was placed since made its key only larger: look at that now.
+                now = self._key(source)
+                if now > key:
+                    heapq.heappush(self._heap, (now, source))
+                    continue
+            self._turn = key
             return source
         return None
 
     def placed(self, source: Source, sequences: int) -> None:
-        """One of its jobs went; it has another turn."""
+        """A job of the source that ``next`` gave went; it has another turn."""
         self._add(source, sequences)
         if len(self._ctx.queue(source.queue)):
-            self._push(source)
+            heapq.heappush(self._heap, (self._turn, source))
 
     def uncap(self) -> None:
         """Those that were set aside get what is left."""

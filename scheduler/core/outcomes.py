@@ -23,6 +23,7 @@ from transport.messages.jobs import ResultState
 MAX_REPLY_BYTES = 192 * 1024
 CONFIRM_BATCH = 1024
 """Results that one request confirms at most; what is left is confirmed by the next."""
+_encode = msgspec.msgpack.Encoder().encode
 _ENDS: dict[str, ResultState] = {
     "delivered": "accepted",
     "cancelled": "cancelled",
@@ -107,7 +108,7 @@ def page(ctx: Context, name: str, after: int, limit: int) -> Results:
         if number <= after:
             continue
         result = ctx.tables.outcomes[f"{name}|{number}"].result
-        left_bytes -= len(msgspec.msgpack.encode(result))
+        left_bytes -= len(_encode(result))
         if len(found) >= limit or (found and left_bytes < 0):
             break
         found.append(result)

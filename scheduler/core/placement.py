@@ -125,12 +125,18 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     token_usd: float = 0.0
 
 
-class Score(msgspec.Struct, frozen=True, order=True):
-    """Smaller is better; ``parts`` say what the cost is made of."""
+class Score(msgspec.Struct, frozen=True, gc=False):
+    """Smaller is better. It remembers who was scored for what: most scores are never looked at."""
 
     cost: float
     agent: str
-    parts: tuple[tuple[str, float], ...]
+    stated: tuple[tuple[str, float], ...] = ()
+    scored: tuple[JobView, Candidate] | None = None
+
+    @property
+    def parts(self) -> tuple[tuple[str, float], ...]:
+        """What the cost is made of."""
+        return self.stated if self.scored is None else parts_of(*self.scored)
 
     def __str__(self) -> str:
         parts = " ".join(f"{name}={value:.3g}" for name, value in self.parts)
@@ -168,11 +174,17 @@ class FinishTime:
         for candidate in candidates:
             finish_s = expected_s(job, candidate)
             if candidate.load == 0 and candidate.idle_s > PROBE_AFTER_S:
-                rested = unused is None or _rested(candidate) < _rested(unused)
-                unused = candidate if rested else unused
-            if best is not None and (finish_s, candidate.agent) >= (best_s, best.agent):
+                if (
+                    unused is None
+                    or candidate.idle_s > unused.idle_s
+                    or (candidate.idle_s == unused.idle_s and candidate.agent < unused.agent)
+                ):
+                    unused = candidate
+            if best is not None and (
+                finish_s > best_s or (finish_s == best_s and candidate.agent >= best.agent)
+            ):
                 continue
-            excess = excess_lag(job, candidate, finish_s)
+            excess = excess_lag(job, candidate, finish_s) if job.policies else 0
             if excess == 0:
                 best, best_s = candidate, finish_s
             elif excess is not None:
@@ -270,8 +282,6 @@ def expected_s(job: JobView, candidate: Candidate) -> float:
 def excess_lag(job: JobView, candidate: Candidate, finish_s: float) -> int | None:
     """Steps by which the group would be too old: 0 when fresh enough, None when refused. That is
     asked of a group of typical length: a few very long answers must not speak for all."""
-    if not job.policies:
-        return 0
     worst = 0
     finish_s -= (job.tokens_longest - job.tokens_typical) * candidate.token_s
     for policy, lag in zip(job.policies, candidate.lags, strict=True):
@@ -348,15 +358,12 @@ def _cheapest_near(job: JobView, candidates: Sequence[Candidate], best_s: float)
 
 
 def _choice(job: JobView, candidate: Candidate, reason: str) -> Choice:
-    cost_s = expected_s(job, candidate)
-    score = Score(cost=cost_s, agent=candidate.agent, parts=parts_of(job, candidate))
-    names = (policy.policy for policy in job.policies)
-    lags = tuple(zip(names, candidate.lags, strict=True))
+    score = Score(expected_s(job, candidate), candidate.agent, scored=(job, candidate))
+    lags: tuple[tuple[str, int], ...] = ()
+    if job.policies:
+        names = (policy.policy for policy in job.policies)
+        lags = tuple(zip(names, candidate.lags, strict=True))
     return Choice(candidate.agent, score, reason, lags)
-
-
-def _rested(candidate: Candidate) -> tuple[float, str]:
-    return -candidate.idle_s, candidate.agent
 
 
 def _by_name(key: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -367,4 +374,4 @@ def _least(keys: list[tuple[float, str]], name: str) -> Choice | None:
     if not keys:
         return None
     cost, agent = min(keys)
-    return Choice(agent, Score(cost=cost, agent=agent, parts=((name, cost),)))
+    return Choice(agent, Score(cost, agent, ((name, cost),)))

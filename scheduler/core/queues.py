@@ -5,7 +5,6 @@ O(log n) or better.
 """
 
 import heapq
-from collections.abc import Iterator
 
 MAX_FAMILIES = 64
 """Task families of one queue that are told apart; others share a lane."""
@@ -41,26 +40,34 @@ class ReadyQueue:
         self._waiting.pop(job, None)
 
     def first(self) -> str | None:
-        return next(self.heads(), None)
+        tops = self._tops()
+        return tops[0][2] if tops else None
 
     def priority(self) -> int:
         """Of the first job; 0 when there is none."""
-        job = self.first()
-        return 0 if job is None else -self._waiting[job][0]
+        tops = self._tops()
+        return -tops[0][0] if tops else 0
 
-    def heads(self) -> Iterator[str]:
+    def heads(self) -> list[str]:
         """The first job of every lane, in order."""
+        return [job for _, _, job in self._tops()]
+
+    def _tops(self) -> list[Entry]:
         tops: list[Entry] = []
-        for family in tuple(self._lanes):
-            lane = self._lanes[family]
-            while lane and self._waiting.get(lane[0][2]) != lane[0]:
+        ended: list[str] = []
+        waiting = self._waiting
+        for family, lane in self._lanes.items():
+            while lane and waiting.get(lane[0][2]) != lane[0]:
                 heapq.heappop(lane)
             if lane:
                 tops.append(lane[0])
             else:
-                del self._lanes[family]
-        for _, _, job in sorted(tops):
-            yield job
+                ended.append(family)
+        for family in ended:
+            del self._lanes[family]
+        if len(tops) > 1:
+            tops.sort()
+        return tops
 
 
 class NamedPool:

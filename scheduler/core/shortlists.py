@@ -23,10 +23,11 @@ _Key = tuple[str, str, int, float, float]
 
 
 class _Kept:
-    __slots__ = ("drawn", "found", "uses")
+    __slots__ = ("drawn", "found", "seen", "uses")
 
-    def __init__(self, found: list[Candidate]) -> None:
+    def __init__(self, found: list[Candidate], seen: int) -> None:
         self.found = found
+        self.seen = seen
         self.drawn = len(found)
         self.uses = 0
 
@@ -35,6 +36,8 @@ class Shortlists:
     """Belongs to one pass over all open agents."""
 
     def __init__(self) -> None:
+        self.moved: list[str] = []
+        """Agents whose load has changed in this pass, in order."""
         self._kept: dict[_Key, _Kept] = {}
 
     def candidates(
@@ -54,26 +57,23 @@ class Shortlists:
         found = candidates.shortlist(ctx, run, job, view, names)
         if isinstance(ctx.rule, FinishTime):
             found = _enough(view, found)
-        self._kept[key] = kept = _Kept(found)
+        self._kept[key] = kept = _Kept(found, len(self.moved))
         return kept.found
 
     def _refresh(self, ctx: Context, view: JobView, kept: _Kept) -> None:
-        agents, is_open = ctx.agents, ctx.open_agents
-        found = kept.found
-        for place in range(len(found) - 1, -1, -1):
-            before = found[place]
-            live = agents[before.agent]
-            if live.load == before.load and before.agent in is_open:
+        moved, kept.seen = self.moved[kept.seen :], len(self.moved)
+        for name in dict.fromkeys(moved):
+            place = next((at for at, one in enumerate(kept.found) if one.agent == name), None)
+            if place is None:
                 continue
+            agent, live = ctx.tables.agents[name], ctx.agents[name]
             now: Candidate | None = None
-            if before.agent in is_open:
-                agent = ctx.tables.agents[before.agent]
-                if prefetch.has_room(ctx, agent, live, view.sequences):
-                    now = candidates.candidate_of(ctx, view, agent, live, {})
+            if name in ctx.open_agents and prefetch.has_room(ctx, agent, live, view.sequences):
+                now = candidates.candidate_of(ctx, view, agent, live, {})
             if now is None:
-                del found[place]
+                del kept.found[place]
             else:
-                found[place] = now
+                kept.found[place] = now
 
 
 def _enough(view: JobView, found: list[Candidate]) -> list[Candidate]:

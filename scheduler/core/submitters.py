@@ -49,4 +49,7 @@ def unindex(ctx: Context, job: Job, external: External) -> None:
 
 def characters(job: Job) -> int:
     """Of all texts of an open job's items."""
-    return sum(len(item.prompt) + len(item.answer) + len(item.meta) for item in job.items)
+    found = 0
+    for item in job.items:
+        found += len(item.prompt) + len(item.answer) + len(item.meta)
+    return found

@@ -6,7 +6,7 @@ nothing. A crash keeps what is on disk: the spool and the last committed copy.
 
 import random
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,6 +15,7 @@ from edge_agent.core import events as on
 from edge_agent.core.machine import AgentCore
 from edge_agent.core.settings import AgentSettings
 from sim.actors.engine import Engine, Group
+from sim.actors.modelled import ModelledPlan, Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
 from sim.kernel import Alarm, Kernel
 from sim.ledger import Ledger
@@ -42,23 +43,6 @@ SPOOL_S = 0.01
 CHUNK_BYTES = 1 << 20
 
 PLANE_HOSTS = {Plane.CONTROL: SCHEDULER, Plane.TRAJECTORIES: LOG, Plane.WEIGHTS: STORE}
-
-
-class ModelledPlan(msgspec.Struct, frozen=True):
-    """What stands in a modelled plan's manifest: how much there is to fetch, what it makes, and
-    whether it follows the plan unasked, as deltas do to one who has a copy."""
-
-    size_bytes: int
-    digest: str
-    follows: bool = False
-
-
-class Spooled(NamedTuple):
-    """A body: what it holds in tokens, and when the agent accepted its attempt."""
-
-    summary: GroupSummary
-    tokens: int
-    accepted_s: float
 
 
 class AgentActor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from sim.actors.agent import ModelledPlan, Spooled
+from sim.actors.modelled import ModelledPlan, Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
 from sim.kernel import Alarm, Kernel
 from sim.ledger import Ledger

@@ -14,7 +14,7 @@ from cloud_trainer.core import events as on
 from cloud_trainer.core.machine import TrainerCore
 from cloud_trainer.core.settings import CoreSettings, PendingVersion, StartPosition
 from cloud_trainer.core.trained_jobs import TrainedJobs
-from sim.actors.agent import Spooled
+from sim.actors.modelled import Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
 from sim.actors.services import ModelledVersion
 from sim.kernel import Alarm, Kernel

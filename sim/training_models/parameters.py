@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final
 
-from scheduler.core.dispatch import item_seed
 from sim.workload import Draws, Workload, make_items
+from transport.ids import item_seed
 from transport.messages import LeaseOffer, RewardSpec
 
 STATE_BYTES: Final = 14

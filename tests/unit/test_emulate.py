@@ -13,11 +13,11 @@ from farflow.emulate_files import make_model, write_emulation
 from farflow.emulate_times import service_times, with_service
 from farflow.run_file import run_spec
 from farflow.up_config import check_workflow, up_config
-from scheduler.core.dispatch import item_seed
 from sim.run import Simulation
 from sim.scenario import Scenario, load_scenario
 from sim.workload import Draws
 from transport.errors import ConfigError
+from transport.ids import item_seed
 from transport.messages import Item, LeaseOffer, RewardSpec
 from transport.runtime.config import collect
 
@@ -72,6 +72,20 @@ def test_without_delay_and_rate_there_is_no_link(tmp_path: Path) -> None:
     )
     data, _ = collect([file], ())
     assert {agent.link for agent in up_config(data)[1]} == {"local"}
+
+
+def test_a_model_without_room_for_a_sequence_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", 2_000)
+    (model / "config.json").write_text('{"max_position_embeddings": 512}')
+    with pytest.raises(ConfigError, match=r"has 512 positions; .* is 700, lower"):
+        write_emulation(
+            small(),
+            tmp_path / "out",
+            seed=0,
+            placement="finish-time",
+            engine="torch",
+            model=model,
+        )
 
 
 def test_what_the_links_cannot_do_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from scheduler.core.buffers import Buffer
 from scheduler.core.context import known_code
-from scheduler.core.dispatch import item_seed
 from scheduler.core.estimators import (
     MAX_KINDS,
     PEAK_GAIN,
@@ -24,6 +23,7 @@ from scheduler.core.tables import Tables
 from scheduler.core.timers import Timers
 from scheduler.core.versions import AHEAD, VersionTree
 from transport.errors import StoreError
+from transport.ids import item_seed
 
 
 def make_tree(*edges: tuple[int, int | None, int], head: int, floor: int = -1) -> VersionTree:

@@ -224,3 +224,13 @@ def test_links_take_the_shorter_way_and_are_cut_at_the_edge() -> None:
     assert straight[0] == pytest.approx(places["us-east-1"])
     assert straight[-1] == pytest.approx(places["eu-west-1"])
     assert max(lat for lat, _ in straight) < 80
+
+
+def test_the_documents_pictures_are_there_and_small() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    named = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", (docs / "simulator.md").read_text())
+    assert len(named) >= 2
+    for name in named:
+        data = (docs / name).read_bytes()
+        assert data.startswith(PNG)
+        assert len(data) < 150_000

@@ -14,7 +14,10 @@ from bench.simulator_network import (
     loss_rows,
     sharing_rows,
 )
+from sim.fair_share import Pipe
+from sim.kernel import Kernel
 from sim.links import LinkKeys
+from sim.network import Network
 from sim.tcp import (
     TcpSpec,
     Window,
@@ -24,6 +27,7 @@ from sim.tcp import (
     timeout_s,
     window_rate,
 )
+from sim.topology import star
 
 PLAIN = TcpSpec(growth=2.0, window_bytes=2**30)
 
@@ -139,6 +143,28 @@ def test_the_network_does_what_the_closed_form_says() -> None:
         made.kernel.run(until_s)
         expected = arrived_bytes(tcp, rtt_s, rate, until_s)
         assert flow.moved_bytes(made.kernel.now) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_crowd_is_worked_out_nearly_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends() -> list[float]:
+        kernel, done, rng = Kernel(), list[float](), random.Random(3)
+        sites = {f"s{n}": rng.uniform(0.02, 0.3) for n in range(130)}
+        keys = LinkKeys(link_model="tcp", tcp=TcpSpec(streams=4))
+        network = Network(kernel, star(sites, centre="c"), random.Random(0), keys=keys)
+        network.add("c", "c", Pipe("nic", 1e9), Pipe("in", 1e9), lambda *_: None)
+        for name in sites:
+            network.add(name, name, Pipe("up", 1e7), Pipe(name, 1e7), lambda *_: None)
+            network.transfer("c", name, 20_000_000, lambda: done.append(kernel.now))
+        kernel.run(1e4)
+        return done
+
+    crowd = ends()
+    monkeypatch.setattr("sim.flows.CROWD", 10**9)
+    alone = ends()
+    assert len(crowd) == len(alone) == 130
+    assert max(crowd) == pytest.approx(max(alone), rel=0.01)
+    assert statistics.fmean(crowd) == pytest.approx(statistics.fmean(alone), rel=0.01)
+    assert crowd != alone
 
 
 def test_published_iperf_figures_are_reproduced() -> None:
