@@ -20,6 +20,7 @@ AgentId = NewType("AgentId", str)
 Fence = tuple[int, int]
 
 NAME_RULE = "1 to 48 characters out of a-z, 0-9, '-', '_' and '.', starting with a letter or digit"
+_SPACES = {"train": 0, "eval": 1, "external": 1 << 40}
 _MASK = 0x7FFF_FFFF_FFFF_FFFF
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,47}")
 

@@ -31,7 +31,6 @@ HOLDER_SHARE = 10
 """An in-between evaluation is held by at most one in so many of the ready agents."""
 MAX_HEADS = 4
 """How many families' first jobs are tried before a source's turns end."""
-_SPACES = {"train": 0, "eval": 1, "external": 1 << 40}
 
 
 def place(ctx: Context) -> None:
