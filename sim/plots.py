@@ -187,10 +187,13 @@ def draw_weights(recording: Recording, path: Path) -> None:
                 fontweight="bold",
             )
         every = [delay for delays in lines for delay in delays]
-        if every:
+        low, high = max(1e-2, min(every, default=1.0)), max(every, default=1.0)
+        left.set_xlim(0.0, 1.1 * high)
+        if high > 20.0 * low:
             left.set_xscale("log")
-            left.set_xlim(0.8 * max(1e-2, min(every)), 1.2 * max(every))
+            left.set_xlim(0.8 * low, 1.2 * high)
             left.xaxis.set_major_formatter("{x:g}")
+            left.xaxis.set_minor_formatter("")
         left.set(
             title="From durable in the cloud to in use",
             xlabel="seconds since the version was published",
@@ -327,7 +330,9 @@ def _draw_links(axes: Any, recording: Recording) -> None:
     axes.tick_params(axis="y", labelleft=False, length=0)
     axes.grid(axis="x", color=GRID)
     axes.set_xlim(0, max(0.05, min(1.05, 1.1 * max(max(pair) for pair in shares))))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), fontsize=8)
+    axes.get_figure().legend(
+        *axes.get_legend_handles_labels(), loc="outside lower right", ncols=2, fontsize=8
+    )
 
 
 def _thinned(recording: Recording, least_s: float) -> list[Any]:

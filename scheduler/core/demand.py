@@ -4,8 +4,8 @@ For one trained policy, with T the trainer's busy seconds per step, b groups per
 sequences of m tokens each, L the lag bound, u the share of returned groups that is used:
 
     mu      = u x sum over ready agents of slots / (seconds per token x m x S)       groups per s
-    step    = max(T, b / mu)
     floor   = max(T, (D + G) / (L + 1/2))      what no number of slots can beat
+    step    = max(floor, b / mu)
 
 D is the time a new version takes to an agent (round trip, delta over its link, pause), G that of a
 group (longest sibling, upload), both of the slots that would be added: a result is fresh enough
@@ -72,10 +72,10 @@ def _of_policy(ctx: Context, run: Run, policy: Policy) -> DemandStatus:
     groups_s = used * sum(
         agent.slots / (_token_s(ctx, agent, one) * tokens * siblings) for agent, one in ready
     )
-    step_s = max(busy_s, spec.batch_groups / groups_s) if groups_s > 0 else math.inf
     hardware, token_s = _best_hardware(ctx, ready)
     weights_s, group_s = _pipeline_s(ctx, policy, ready, estimate.tokens_longest * token_s)
     floor_s = max(busy_s, (weights_s + group_s) / (spec.max_policy_lag + 0.5))
+    step_s = max(floor_s, spec.batch_groups / groups_s) if groups_s > 0 else math.inf
     if step_s <= TRAINING_BINDS * busy_s:
         text = f"{policy.id}: generation keeps up with the trainer ({busy_s:.3g} s a step)"
         return _nothing(run, "training", text, step_s)

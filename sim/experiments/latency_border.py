@@ -19,7 +19,7 @@ quicker one brings one delta, F = 3/2 R + p + D / r. An agent's weights are F ol
 into use and are replaced max(F, T) later; a group that begins just before still has to be
 generated, sent and consumed within the bound. S batches may be under way beside the one that
 trains, each of which needs a group's time and a round trip for lease and result. Queues are left
-out, so the border is the best that any scheduler could do.
+out.
 """
 
 from dataclasses import dataclass, replace
