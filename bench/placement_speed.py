@@ -121,7 +121,7 @@ def decision_row(agents: int) -> Row:
     shape = PolicyShape(batch_groups=1024, max_policy_lag=4)
     scenario = Scenario(name="decision", sites={"s": 50.0}, policies={"policy": shape})
     digest = make_digest("sim/policy", 0)
-    effects = _feed(core, FromOperator("op", 1, RunSubmit(run=scenario.run_spec())), 0.0)
+    effects = _feed(core, FromOperator("op", 1, RunSubmit(run=scenario.run_spec(0))), 0.0)
     stored = VersionStored(
         policy="sim/policy",
         version=0,

@@ -152,7 +152,7 @@ def _tables(
     model: Path,
     share: float,
 ) -> dict[str, Any]:
-    spec, workload = scenario.run_spec(), scenario.workload
+    spec, workload = scenario.run_spec(seed), scenario.workload
     topology, profiles = scenario.topology(), scenario.link_profiles()
     tables: dict[str, Any] = {
         "run": {"name": spec.name, "seed": spec.seed},

@@ -145,7 +145,7 @@ class Simulation:
             digest = make_digest(policy, 0)
             full = self.scenario.workload.full_bytes
             self.store.adopt(ModelledVersion(policy, 0, None, 0, digest, full))
-        reply = self.scheduler.submit(self.scenario.run_spec())
+        reply = self.scheduler.submit(self.scenario.run_spec(self.seed))
         if not reply.ok:
             raise ConfigError(f"scenario {self.scenario.name}: {reply.code}: {reply.message}")
         for trainer in self.trainers.values():

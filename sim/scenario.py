@@ -129,8 +129,9 @@ class Scenario(LinkKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
         except msgspec.ValidationError as error:
             raise ConfigError(f"scheduler of scenario {self.name}: {error}") from error
 
-    def run_spec(self) -> RunSpec:
-        """The run: some steps longer than what is measured, so that the end does not show."""
+    def run_spec(self, seed: int) -> RunSpec:
+        """The run of this seed, from which lengths and rewards follow: some steps longer than what
+        is measured, so that the end does not show."""
         policies = {
             name: PolicySpec(
                 model="sim",
@@ -144,6 +145,7 @@ class Scenario(LinkKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
         }
         return RunSpec(
             name=RUN,
+            seed=seed,
             policies=policies,
             task=TaskSpec(source="reasoning-gym", dataset="chain_sum"),
             workflow=WorkflowSpec(

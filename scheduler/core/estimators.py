@@ -105,9 +105,19 @@ class ArrivalRate:
 
 class AgentEstimate:
     """One agent: seconds per token of a sequence, of any work and of each kind of it, seconds per
-    byte upwards and downwards, pause of a weight swap, round trip, and slot time of a sequence."""
+    byte upwards and downwards, pause of a weight swap, round trip, slot time of a sequence, and how
+    many times as long as the mean the longest sibling of a group is."""
 
-    __slots__ = ("by_kind", "down_byte_s", "pause_s", "rtt_s", "sequence_s", "token_s", "up_byte_s")
+    __slots__ = (
+        "by_kind",
+        "down_byte_s",
+        "pause_s",
+        "rtt_s",
+        "sequence_s",
+        "spread",
+        "token_s",
+        "up_byte_s",
+    )
 
     def __init__(self) -> None:
         self.token_s = PeakEwma()
@@ -117,6 +127,7 @@ class AgentEstimate:
         self.pause_s = PeakEwma()
         self.rtt_s = PeakEwma()
         self.sequence_s = Ewma()
+        self.spread = Ewma()
 
     def group_done(
         self,
@@ -144,7 +155,9 @@ class AgentEstimate:
             if len(self.by_kind) > MAX_KINDS:
                 del self.by_kind[next(iter(self.by_kind))]
             known.observe(sample, now, tau_s)
-        self.sequence_s.observe(sample * sum(lengths) / len(lengths))
+        mean = sum(lengths) / len(lengths)
+        self.sequence_s.observe(sample * mean)
+        self.spread.observe(max(lengths) / mean)
         return sample
 
     def token_time_s(self, kind: str, prior: float, now: float) -> float:

@@ -43,10 +43,10 @@ def test_the_files_are_a_deployment_with_the_scenarios_fleet(tmp_path: Path) -> 
         assert fake["tokens_per_s"] == plan.tokens_per_s
         assert fake["lengths_by"] == "place"
         assert config.links[agent.link]["rate_up"] == f"{plan.up / 125_000:g}Mbit/s"
-    policy, simulated = spec.policies["policy"], scenario.run_spec().policies["policy"]
+    policy, simulated = spec.policies["policy"], scenario.run_spec(3).policies["policy"]
     for field in ("steps", "batch_groups", "max_policy_lag", "checkpoint_every"):
         assert getattr(policy, field) == getattr(simulated, field)
-    assert (spec.name, spec.seed) == (scenario.run_spec().name, scenario.run_spec().seed)
+    assert (spec.name, spec.seed) == (scenario.run_spec(3).name, scenario.run_spec(3).seed)
     assert config.scheduler.placement == "nearest"
 
 
