@@ -15,12 +15,11 @@ from edge_agent.core import events as agent_on
 from sim.actors.agent import AgentActor
 from sim.actors.modelled import Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
-from sim.actors.services import ModelledVersion, TrajectoryLogActor, WeightStoreActor
+from sim.actors.services import TrajectoryLogActor, WeightStoreActor
 from sim.actors.trainer import TrainerActor
 from sim.fair_share import Pipe
 from sim.kernel import Kernel
 from sim.network import Host, Network, Receive
-from sim.workload import make_digest
 from transport.messages import (
     ExternalJob,
     Item,
@@ -32,7 +31,6 @@ from transport.messages import (
     Plane,
     Results,
     ResultsRequest,
-    VersionRef,
 )
 
 BACK_AFTER_S: Final = 3.0
@@ -84,10 +82,6 @@ class ChaosNetwork(Network):
         host = super().add(name, site, up, down, arrive)
         return host
 
-    def life(self, name: str) -> int:
-        """Changes when the process of a host ends."""
-        return self._hosts[name].epoch
-
     def end_process(self, name: str) -> None:
         """Messages to and from it are lost; transfers wait: what arrived of one is on disk."""
         self._hosts[name].epoch += 1
@@ -116,13 +110,6 @@ class ChaosAgent(AgentActor):
     """An agent that a supervisor starts again when it ends by itself."""
 
     resting = False
-
-    def wipe(self) -> None:
-        """Its disk is gone; the base model is in its image."""
-        self._spool.clear()
-        self._copies = {
-            policy: VersionRef(version=0, digest=make_digest(policy, 0)) for policy in self._copies
-        }
 
     @property
     def spooled(self) -> int:
@@ -194,11 +181,6 @@ class ChaosStore(WeightStoreActor):
     alive = True
     _died_s = -1.0
 
-    def __init__(self, *, network: ChaosNetwork, **parts: Any) -> None:
-        super().__init__(network=network, **parts)
-        self._network: ChaosNetwork = network
-        self._uploaders: dict[tuple[str, int], int] = {}
-
     def die(self) -> None:
         self.alive = False
         self._died_s = self._kernel.now
@@ -213,20 +195,10 @@ class ChaosStore(WeightStoreActor):
         if self.alive:
             super().receive(source, message, extra)
 
-    def _offered(self, trainer: str, offered: ModelledVersion) -> None:
-        """An upload whose trainer died in the middle of it begins anew when it is offered again."""
-        key = (offered.policy, offered.version)
-        life = self._network.life(trainer)
-        if self._uploaders.get(key, life) != life:
-            self._taking.pop(key, None)
-        self._uploaders[key] = life
-        super()._offered(trainer, offered)
-
     def _durable(self, taken: tuple[str, ModelledVersion]) -> None:
-        version = taken[1]
         if not self.alive or self._kernel.now - self._workload.store_s <= self._died_s:
             self._taking.clear()
-        elif (version.policy, version.version) in self._taking:
+        else:
             super()._durable(taken)
 
     def _announce_again(self) -> None:

@@ -141,7 +141,7 @@ def run_ls(
         click.echo("no runs", err=True)
 
 
-def _command(verb: Literal["pause", "resume", "stop"], text: str) -> None:
+def _command(verb: Literal["pause", "resume", "stop", "abandon"], text: str) -> None:
     @run_group.command(verb, help=text)
     @click.argument("run")
     @config_option
@@ -160,6 +160,7 @@ def _command(verb: Literal["pause", "resume", "stop"], text: str) -> None:
 _command("pause", "Place no new jobs of RUN; what runs goes on.")
 _command("resume", "Go on with a paused RUN.")
 _command("stop", "Finish the step in hand, save and export, and end RUN.")
+_command("abandon", "End RUN now, without waiting for a trainer to save and export.")
 
 
 @click.group("config")

@@ -15,6 +15,7 @@ from cloud_trainer.torch_trainer import TorchSettings
 from edge_agent.config import AgentTable, FakeEngineTable
 from farflow.run_file import RunTable
 from farflow.up_config import LocalTable
+from scheduler.autoscaler import AutoscalerTable
 from scheduler.config import SchedulerTable
 from transport.relay_config import RelayTable
 from transport.runs import EvaluationSpec, PolicySpec, TaskSpec, WorkflowSpec
@@ -24,6 +25,7 @@ DEPLOYMENT: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("transport", TransportConfig),
     ("transport.relays", RelayAddress),
     ("scheduler", SchedulerTable),
+    ("scheduler.autoscaler", AutoscalerTable),
     ("agent", AgentTable),
     ("agent.fake", FakeEngineTable),
     ("trainer", TrainerTable),

@@ -20,12 +20,27 @@ from transport.runtime.config import convert
 
 
 class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[run]``."""
+    """``[run]``. Runs of equal ``priority`` get sequences in flight in proportion to their tenants'
+    shares (``scheduler.tenant_shares``), and within a ``tenant`` to their own ``share``; a higher
+    priority goes first. 0 stands for no limit: ``max_groups`` in all, ``max_sequences_in_flight``
+    at once, ``tokens_per_minute``, and ``budget_usd``, which stops the run once agents' time and
+    egress have cost so much. ``hedge_share`` of its tokens may be spent on second attempts for the
+    last groups of a batch. ``require`` maps labels of agents (``[agent] labels``; ``hardware``,
+    ``engine`` and ``agent`` are there by themselves) to the values that are allowed, for example
+    ``require = {region = ["eu-west-1"]}`` for data that must stay there."""
 
     name: str
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     max_attempts: Annotated[int, Meta(ge=1, le=100)] = 5
     max_groups: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    tenant: str = "default"
+    share: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    max_sequences_in_flight: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    tokens_per_minute: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    budget_usd: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    hedge_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.03
+    require: Annotated[dict[str, tuple[str, ...]], Meta(max_length=64)] = {}
 
 
 class RunTables(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,13 +130,12 @@ def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
                     f"workflow.temperature is {tables.workflow.temperature}; the loss compares "
                     "log-probabilities at one temperature, set both alike"
                 )
+    if not is_name(tables.run.tenant):
+        raise ConfigError(f"run.tenant: {tables.run.tenant!r} must be {NAME_RULE}")
     return RunSpec(
-        name=tables.run.name,
-        seed=tables.run.seed,
         policies=policies,
         task=task,
         workflow=tables.workflow,
         evaluation=tables.evaluation,
-        max_attempts=tables.run.max_attempts,
-        max_groups=tables.run.max_groups,
+        **msgspec.structs.asdict(tables.run),
     )

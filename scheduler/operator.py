@@ -84,7 +84,9 @@ class Operator:
         yes, "" for a new run; refused when another run has that name, or it is not possible."""
         return await self._command(RunSubmit(run=run))
 
-    async def command(self, run: str, command: Literal["pause", "resume", "stop"]) -> None:
+    async def command(
+        self, run: str, command: Literal["pause", "resume", "stop", "abandon"]
+    ) -> None:
         """Pause, resume or stop a run."""
         await self._command(RunCommand(run=run, command=command))
 

@@ -79,6 +79,10 @@ class Network:
         """From one host to another, without jitter."""
         return self._path(source, target).delay_s
 
+    def life(self, name: str) -> int:
+        """Changes when the process of a host ends."""
+        return self._hosts[name].epoch
+
     # ---- messages ------------------------------------------------------------------------------
 
     def send(

@@ -230,6 +230,8 @@ class AgentCore:
             case LinkUp(plane=plane):
                 return self._link_up(plane, now)
             case LinkDown(plane=plane):
+                if plane is not Plane.CONTROL:
+                    self._session.plane_down(plane)
                 if plane is Plane.TRAJECTORIES:
                     self._work.outbox.link_down()
             case SendFailed():
@@ -321,6 +323,7 @@ class AgentCore:
 
     def _link_up(self, plane: Plane, now: float) -> list[Effect]:
         effects: list[Effect] = []
+        self._session.plane_up(plane)
         if plane is Plane.CONTROL:
             self._session.link_up(now)
         elif plane is Plane.TRAJECTORIES:

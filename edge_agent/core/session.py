@@ -44,6 +44,7 @@ class Session:
         self._due_s = now
         self._beats: dict[int, float] = {}
         self._reports: deque[tuple[AttemptFailed, int]] = deque(maxlen=_MAX_REPORTS)
+        self._down: dict[Plane, None] = {}
 
     def heard(self, now: float) -> None:
         """Any message from the scheduler is a sign of life."""
@@ -60,7 +61,15 @@ class Session:
         self._reports = deque(
             ((report, self.sequence + 1) for report, _ in self._reports), maxlen=_MAX_REPORTS
         )
-        return [ToScheduler(message=report) for report, _ in self._reports]
+        reports: list[Effect] = [ToScheduler(message=report) for report, _ in self._reports]
+        # The scheduler is there, so its services are or will be at once: no waiting out a back-off.
+        return [*reports, *(RemakeLink(plane=plane) for plane in self._down)]
+
+    def plane_down(self, plane: Plane) -> None:
+        self._down[plane] = None
+
+    def plane_up(self, plane: Plane) -> None:
+        self._down.pop(plane, None)
 
     def link_up(self, now: float) -> None:
         """Whoever is at the other end has not heard us yet."""

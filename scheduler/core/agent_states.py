@@ -7,7 +7,7 @@ makes its attempts stray.
 
 from collections.abc import Iterable
 
-from scheduler.core import attempts, jobs
+from scheduler.core import jobs
 from scheduler.core.context import CONNECTED, AgentLive, AgentState, Context, Lease
 from scheduler.core.state import Agent
 
@@ -65,7 +65,7 @@ def leave(ctx: Context, agent: Agent, live: AgentLive, state: AgentState, reason
 
 def lose_all(ctx: Context, leases: Iterable[Lease], reason: str) -> None:
     for lease in tuple(leases):
-        if lease.attempt in ctx.leases and not attempts.is_stray(ctx, lease):
+        if lease.attempt in ctx.leases and not lease.record.stray:
             jobs.lost(ctx, lease, reason)
 
 

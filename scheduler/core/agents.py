@@ -95,6 +95,8 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
         ctx.agents[name] = live
     live.heartbeat_s = ctx.heartbeat_s()
     live.heard_s = ctx.now
+    if known is not None:
+        live.back_s = ctx.now
     live.fits.clear()
     if reborn:
         if known is not None and live.state != "gone":
@@ -249,7 +251,7 @@ def _reconcile_hello(
             jobs.attempt_failed(ctx, lease, "agent.restarted")
         elif not lease.leased:
             jobs.withdraw(ctx, lease, "not_received")
-        elif not attempts.is_stray(ctx, lease):
+        elif not lease.record.stray:
             attempts.unlisted(ctx, lease)
 
 
@@ -265,10 +267,9 @@ def _still_held(ctx: Context, agent: Agent, lease: Lease, entry: HeldAttempt) ->
     spare = attempts.is_overdue(ctx, lease) or attempts.is_spare(ctx, lease)
     if agent.quarantined or spare:
         return True
-    if attempts.is_stray(ctx, lease) and not attempts.revive(ctx, lease):
+    if lease.record.stray and not attempts.revive(ctx, lease):
         job = ctx.tables.jobs[lease.job]
-        record = next(record for record in job.attempts if record.id == lease.attempt)
-        attempts.revoke(ctx, job, record, "no_room")
+        attempts.revoke(ctx, job, lease.record, "no_room")
         return False
     attempts.renew(ctx, lease)
     return True
@@ -284,7 +285,7 @@ def _heartbeat(ctx: Context, agent: Agent, live: AgentLive, message: Heartbeat) 
         else:
             listed[entry.attempt] = None
     for lease in live.leases.values():
-        if lease.leased and lease.attempt not in listed and not attempts.is_stray(ctx, lease):
+        if lease.leased and lease.attempt not in listed and not lease.record.stray:
             attempts.unlisted(ctx, lease)
     live.running_sequences = message.running_sequences
     live.tokens_generated = message.tokens_generated
@@ -347,7 +348,7 @@ def _lease_reply(ctx: Context, live: AgentLive, message: LeaseReply) -> None:
         return
     if message.accepted:
         live.declines = 0
-        if not attempts.is_stray(ctx, lease):
+        if not lease.record.stray:
             attempts.renew(ctx, lease)
         recall.answered(ctx, lease, begun=True)
         return

@@ -83,6 +83,7 @@ def track(ctx: Context, job: Job, record: Attempt, pinned: dict[str, int]) -> Le
         sequences=job.sequences,
         pinned=pinned,
         offered_s=record.offered_s,
+        record=record,
         counted=not record.stray,
     )
     ctx.leases[record.id] = lease
@@ -198,10 +199,9 @@ def unlisted(ctx: Context, lease: Lease) -> None:
 def stray(ctx: Context, lease: Lease, reason: str) -> None:
     """Count on it no more, but let it win; the job gets a sibling attempt."""
     job = ctx.tables.jobs[lease.job]
-    record = _record(job, lease)
-    if record.stray:
+    if lease.record.stray:
         return
-    record.stray = True
+    lease.record.stray = True
     job.losses += 1
     ctx.tables.touch(job)
     ctx.timers.cancel("attempt", lease.attempt)
@@ -215,7 +215,6 @@ def revive(ctx: Context, lease: Lease) -> bool:
     """A stray attempt is listed by its agent again; false when the agent has no room for it, so
     that it should be given up."""
     job = ctx.tables.jobs[lease.job]
-    record = _record(job, lease)
     live = ctx.agents[lease.agent]
     if not lease.spooled:
         agent = ctx.tables.agents[lease.agent]
@@ -223,7 +222,7 @@ def revive(ctx: Context, lease: Lease) -> bool:
             return False
         lease.counted = True
         _change_load(ctx, live, lease.sequences)
-    record.stray = False
+    lease.record.stray = False
     ctx.tables.touch(job)
     ctx.note(lease.attempt, "revived")
     settle(ctx, job)
@@ -235,11 +234,7 @@ def is_spare(ctx: Context, lease: Lease) -> bool:
     job = ctx.tables.jobs[lease.job]
     counted = [record.agent for record in job.attempts if not record.stray]
     enough = len(counted) >= MOST_COUNTED or lease.agent in counted
-    return enough and is_stray(ctx, lease)
-
-
-def is_stray(ctx: Context, lease: Lease) -> bool:
-    return _record(ctx.tables.jobs[lease.job], lease).stray
+    return enough and lease.record.stray
 
 
 def end(ctx: Context, job: Job, record: Attempt, what: str, **facts: object) -> None:
@@ -260,9 +255,7 @@ def end(ctx: Context, job: Job, record: Attempt, what: str, **facts: object) -> 
         offered_s=lease.offered_s,
         ended_s=ctx.now,
         outcome="lost" if record.stray and what != "result" else what,
-        detail=": ".join(str(facts[k]) for k in ("reason", "code", "detail") if facts.get(k))[
-            :MAX_DETAIL
-        ],
+        detail="" if what == "result" else _detail(facts),
     )
     job.history = [*job.history, ended][-MAX_HISTORY:]
     ctx.timers.cancel("attempt", record.id)
@@ -337,8 +330,9 @@ def count_in_flight(ctx: Context, job: Job, sequences: int) -> None:
             live.flying.pop(job.id, None)
 
 
-def _record(job: Job, lease: Lease) -> Attempt:
-    return next(record for record in job.attempts if record.id == lease.attempt)
+def _detail(facts: dict[str, object]) -> str:
+    told = [str(facts[key]) for key in ("reason", "code", "detail") if facts.get(key)]
+    return ": ".join(told)[:MAX_DETAIL]
 
 
 def _uncount(ctx: Context, lease: Lease) -> None:

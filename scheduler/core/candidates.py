@@ -51,6 +51,7 @@ def shortlist(
         most = max(1, most // DRAWN_SHARE)
         start, seen = ctx.rng.randrange(seen), min(seen, SEARCH_FACTOR * most)
     pinned = pins(ctx, job)
+    asks_more = bool(pinned) or (job.external is not None and bool(job.external.require))
     found: list[Candidate] = []
     avoided: list[Candidate] = []
     for offset in range(start, start + seen):
@@ -60,9 +61,7 @@ def shortlist(
         agent, live = ctx.tables.agents[name], ctx.agents[name]
         if not prefetch.has_room(ctx, agent, live, job.sequences):
             continue
-        if not fits(ctx, run, agent, live) or (
-            (pinned or job.external is not None) and _unsuited(ctx, job, agent, live)
-        ):
+        if not fits(ctx, run, agent, live) or (asks_more and _unsuited(ctx, job, agent, live)):
             continue
         candidate = candidate_of(ctx, view, agent, live, pinned)
         if candidate is None:
@@ -97,7 +96,7 @@ def candidate_of(
     if rtt_s is None:
         rtt_s = PRIOR_RTT_S
     token_s = estimate.token_time_s(view.kind, ctx.hardware.token_s(agent.hardware), ctx.now)
-    up_byte_s = estimate.up_byte_s.value
+    up_byte_s = estimate.up_byte_s.recovered(_PRIOR_BYTE_S, ctx.now)
     first_s = wait_s = 0.0
     if live.load and not at_once:
         first_s, wait_s = backlog.starts(
@@ -123,7 +122,7 @@ def candidate_of(
         rtt_s=rtt_s,
         wait_s=wait_s,
         token_s=token_s,
-        up_byte_s=_PRIOR_BYTE_S if up_byte_s is None else up_byte_s,
+        up_byte_s=up_byte_s,
         catch_up_s=_catch_up_s(ctx, view, agent, live, pinned),
         lags=tuple(lags),
         idle_s=NEVER_S if live.offered_s is None else ctx.now - live.offered_s,

@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from scheduler.core.asking import Conduct, SubmitterLive, Waiting
 from scheduler.core.bias import LengthWatch
 from scheduler.core.buffers import Buffer
@@ -25,7 +27,7 @@ from scheduler.core.estimators import (
 from scheduler.core.placement import Absorber, make_rule
 from scheduler.core.queues import NamedPool, ReadyQueue, TokenBucket
 from scheduler.core.settings import CoreSettings
-from scheduler.core.state import Account, Agent, Counters, Policy, Run
+from scheduler.core.state import Account, Agent, Attempt, Counters, Policy, Run
 from scheduler.core.tables import Tables
 from scheduler.core.timers import Timers
 from scheduler.core.turnaround import Durations
@@ -40,13 +42,14 @@ if TYPE_CHECKING:
 
 MAX_COUNTERS = 512
 AgentState = Literal["joining", "ready", "suspect", "reconnecting", "lost", "draining", "gone"]
+NEVER_S = -1e18
 CONNECTED: frozenset[str] = frozenset({"joining", "ready", "suspect", "draining"})
 
 
-@dataclass(slots=True)
-class Lease:
-    """The clock side of an attempt. ``leased`` after the agent accepted; ``counted`` while it
-    occupies slots; ``pinned`` as offered; ``unlisted`` once a sign of life left it out.
+class Lease(msgspec.Struct):
+    """The clock side of an attempt; ``record`` is its part of the job's row. ``leased`` after the
+    agent accepted; ``counted`` while it occupies slots; ``pinned`` as offered; ``unlisted`` once a
+    sign of life left it out.
 
     ``mean_s`` and ``longest_s`` are what a sequence and the longest one were expected to take when
     it was placed, ``tokens`` what all were expected to have, ``hedge`` how many of those were taken
@@ -63,6 +66,7 @@ class Lease:
     sequences: int
     pinned: dict[str, int]
     offered_s: float
+    record: Attempt
     accepted_s: float | None = None
     leased: bool = False
     spooled: bool = False
@@ -73,11 +77,11 @@ class Lease:
     tokens: float = 0.0
     hedge: float = 0.0
     started_s: float | None = None
-    newest: dict[str, int] = field(default_factory=dict)
-    deadlines: dict[str, int] = field(default_factory=dict)
+    newest: dict[str, int] = {}
+    deadlines: dict[str, int] = {}
     begin_s: float | None = None
     recall_s: float | None = None
-    resumed: dict[str, int] = field(default_factory=dict)
+    resumed: dict[str, int] = {}
 
 
 @dataclass(slots=True)
@@ -91,12 +95,14 @@ class AgentLive:
     ``waiting`` the attempts that it accepted and has not begun, as far as known, ``prefetch`` the
     sequences beyond its slots that keep it from idling, ``most_prefetch`` the most that ever
     was, ``served_s`` since when it has its version of a policy, ``says_started`` once it told that
-    an attempt had started."""
+    an attempt had started. ``back_s`` is when it
+    was last heard again after having been away."""
 
     name: str
     state: AgentState
     heartbeat_s: float
     heard_s: float
+    back_s: float = NEVER_S
     load: int = 0
     most_slots: int = 0
     inherited: int = 0
@@ -215,6 +221,7 @@ class Context:
         self.now = now
         self.started_s = now
         self.swept_s = now
+        self.log_back_s = NEVER_S
         self.fences = 0
         self.tables = Tables()
         self.timers = Timers()
@@ -255,7 +262,7 @@ class Context:
         self.dispatch_due = False
         self.shortlists: Shortlists  # of the pass that places now
         self.moved: list[str] | None = None  # agents with another load, while a pass wants them
-        self.entries: deque[tuple[float, str, str, tuple[tuple[str, object], ...]]] = deque(
+        self.entries: deque[tuple[float, str, str, dict[str, object]]] = deque(
             maxlen=settings.story_length
         )
         self.entries_made = 0
@@ -272,10 +279,13 @@ class Context:
     def count(self, name: str, amount: int = 1) -> None:
         """Count under a dotted name; the number of names is bounded because some come from
         peers (``known_code``)."""
-        counters = self._counters_row()
-        if name not in counters.values and len(counters.values) >= MAX_COUNTERS:
+        counters = self._stored_counters or self._counters_row()
+        values = counters.values
+        before = values.get(name)
+        if before is None and len(values) >= MAX_COUNTERS:
             name = "counters.other"
-        counters.values[name] = counters.values.get(name, 0) + amount
+            before = values.get(name)
+        values[name] = amount if before is None else before + amount
         self.tables.touch(counters)
 
     def counters(self) -> dict[str, int]:
@@ -284,16 +294,16 @@ class Context:
     def note(self, subject: str, what: str, **facts: object) -> None:
         """Remember a transition for ``story`` and ``Events``."""
         self.entries_made += 1
-        self.entries.append((self.now, subject, what, tuple(facts.items())))
+        self.entries.append((self.now, subject, what, facts))
 
     def story(self, id: str) -> list[str]:
         """Remembered transitions of ``id``, of its attempts when it is a job, and those that name
         it among their facts."""
         prefix = f"{id}#"
         return [
-            " ".join([f"{at:.3f} {subject} {what}", *(f"{k}={v}" for k, v in facts)])
+            " ".join([f"{at:.3f} {subject} {what}", *(f"{k}={v}" for k, v in facts.items())])
             for at, subject, what, facts in self.entries
-            if subject == id or subject.startswith(prefix) or any(v == id for _, v in facts)
+            if subject == id or subject.startswith(prefix) or any(v == id for v in facts.values())
         ]
 
     def run_of(self, policy: Policy) -> Run:

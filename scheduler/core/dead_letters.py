@@ -9,7 +9,13 @@ import msgspec
 
 from scheduler.core.context import Context
 from scheduler.core.state import Dead, Job
-from transport.messages import DeadLetter, DeadLetters, DeadLettersRequest
+from transport.messages import (
+    CommandReply,
+    DeadLetter,
+    DeadLetters,
+    DeadLettersRequest,
+    Message,
+)
 
 MAX_BYTES = 64 * 2**20
 MAX_PROMPT = 200
@@ -57,8 +63,12 @@ def load(ctx: Context) -> None:
     ctx.dead_bytes = sum(map(size_bytes, letters))
 
 
-def page(ctx: Context, message: DeadLettersRequest) -> DeadLetters:
-    """Letters by job id, as many as were asked for and one frame holds."""
+def page(ctx: Context, message: DeadLettersRequest) -> Message:
+    """Letters by job id, as many as were asked for and one frame holds; refused when the run has
+    never been."""
+    if message.run and message.run not in ctx.tables.runs:
+        text = f"no run {message.run!r}; see `farflow run ls`"
+        return CommandReply(ok=False, code="run.unknown", message=text)
     names = sorted(
         job
         for job, dead in ctx.tables.dead.items()

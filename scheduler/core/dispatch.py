@@ -119,7 +119,7 @@ def _pins_stored(ctx: Context, job: Job) -> bool:
 
 def _place(ctx: Context, run: Run, job: Job, names: list[str]) -> bool:
     """Offer a job to the best of some open agents."""
-    view = views.view_of(ctx, run, job)
+    view = ctx.shortlists.view(ctx, run, job)
     live = ctx.runs[run.name]
     if job.kind == "train" and isinstance(ctx.rule, FinishTime):
         view = msgspec.structs.replace(

@@ -109,7 +109,8 @@ def _submit(
     ctx: Context, submitter: str, run: Run | None, run_name: str, asked: ExternalJob
 ) -> JobReceipt:
     name = external_job_id(run_name, submitter, asked.id)
-    fingerprint = hashlib.blake2b(_encode(asked), digest_size=16).hexdigest()
+    encoded = _encode(asked)
+    fingerprint = hashlib.blake2b(encoded, digest_size=16).hexdigest()
     before = _submitted_before(ctx, name, fingerprint, asked.id)
     if before is not None:
         return before
@@ -120,7 +121,7 @@ def _submit(
         text = f"run {run.name} ends: {run.reason or run.finishing}; submit to another run"
         return _refused(asked.id, "run.finished", text)
     pinned, fault = _pins(ctx, run, asked)
-    fault = fault or _fault(asked)
+    fault = fault or _fault(asked, len(encoded))
     if fault:
         return _refused(asked.id, "job.invalid", fault)
     full = room(ctx, submitter, asked.group_size * len(asked.items))
@@ -187,11 +188,10 @@ def _pins(ctx: Context, run: Run, asked: ExternalJob) -> tuple[dict[str, int], s
     return pinned, ""
 
 
-def _fault(asked: ExternalJob) -> str:
+def _fault(asked: ExternalJob, size_bytes: int) -> str:
     sequences = asked.group_size * len(asked.items)
     if sequences > MAX_SEQUENCES:
         return f"group_size: {sequences} sequences in all, at most {MAX_SEQUENCES}; split the job"
-    size_bytes = len(_encode(asked))
     if size_bytes > MAX_JOB_BYTES:
         return f"items: {size_bytes} bytes, at most {MAX_JOB_BYTES} fit an offer; split the job"
     return ""

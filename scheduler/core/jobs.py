@@ -69,8 +69,7 @@ def drop_if_over(ctx: Context, job: Job) -> None:
 def attempt_failed(ctx: Context, lease: Lease, code: str, detail: str = "") -> None:
     """An attempt ended without a result: try again later, or give the job up."""
     job = ctx.tables.jobs[lease.job]
-    record = next(record for record in job.attempts if record.id == lease.attempt)
-    attempts.end(ctx, job, record, "failed", code=code, detail=detail[:200])
+    attempts.end(ctx, job, lease.record, "failed", code=code, detail=detail[:200])
     ctx.count(f"attempts.failed.{code}")
     retry_s = 0.0
     fault = class_of(code)
@@ -81,8 +80,8 @@ def attempt_failed(ctx: Context, lease: Lease, code: str, detail: str = "") -> N
         job.losses += 1
     if fault in ("job", "data"):
         partials.drop(ctx, job)  # going on from there may lead to the same end
-    if fault not in ("away", "copy") and record.agent not in job.avoid:
-        job.avoid = [*job.avoid, record.agent][-AVOID_LIMIT:]
+    if fault not in ("away", "copy") and lease.agent not in job.avoid:
+        job.avoid = [*job.avoid, lease.agent][-AVOID_LIMIT:]
     give_up_or_retry(ctx, job, retry_s)
 
 
@@ -113,8 +112,7 @@ def lost(ctx: Context, lease: Lease, reason: str) -> None:
 def refuse_result(ctx: Context, lease: Lease, reason: str) -> None:
     """A complete result that is not to be trusted: its attempt ends, the job goes on without."""
     job = ctx.tables.jobs[lease.job]
-    record = next(record for record in job.attempts if record.id == lease.attempt)
-    attempts.end(ctx, job, record, "refused", reason=reason)
+    attempts.end(ctx, job, lease.record, "refused", reason=reason)
     partials.drop(ctx, job)
     attempts.settle(ctx, job)
 
@@ -122,17 +120,15 @@ def refuse_result(ctx: Context, lease: Lease, reason: str) -> None:
 def withdraw(ctx: Context, lease: Lease, reason: str) -> None:
     """Take an unanswered offer back."""
     job = ctx.tables.jobs[lease.job]
-    record = next(record for record in job.attempts if record.id == lease.attempt)
-    attempts.revoke(ctx, job, record, reason)
+    attempts.revoke(ctx, job, lease.record, reason)
     attempts.settle(ctx, job)
 
 
 def declined(ctx: Context, lease: Lease, reason: str) -> None:
     """The agent will not take it: nobody's failure."""
     job = ctx.tables.jobs[lease.job]
-    record = next(record for record in job.attempts if record.id == lease.attempt)
     what = "recalled" if reason == "recalled" else "declined"
-    attempts.end(ctx, job, record, what, reason=reason)
+    attempts.end(ctx, job, lease.record, what, reason=reason)
     attempts.settle(ctx, job)
 
 

@@ -5,7 +5,7 @@ learnt from once (its lease is over after the first time).
 """
 
 from scheduler.core import attempts, prefetch
-from scheduler.core.context import Context, Lease
+from scheduler.core.context import AgentLive, Context, Lease
 from scheduler.core.estimators import MAX_KINDS, RunEstimate
 from scheduler.core.state import Job
 from scheduler.core.views import kind_of
@@ -29,7 +29,7 @@ def learn(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
         )
     if sample is not None:
         ctx.hardware.observe(agent.hardware, sample)
-    if lease.accepted_s is not None:
+    if lease.accepted_s is not None and not _links_were_away(ctx, live, lease.accepted_s):
         on_agent_s = summary.queued_s + summary.generating_s
         upload_s = ctx.now - lease.accepted_s - on_agent_s
         estimate.uploaded(size_bytes=summary.size_bytes, upload_s=upload_s, now=ctx.now)
@@ -44,6 +44,13 @@ def learn(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
                 ctx.policies[policy].arrivals.observe(ctx.now)
     prefetch.learn(ctx, agent, live, float(summary.size_bytes))
     ctx.refresh_open(agent, live)
+
+
+def _links_were_away(ctx: Context, live: AgentLive, since_s: float) -> bool:
+    """Whether the agent or the trajectory log may have been without its links since then: what
+    waited for them says nothing about the uplink."""
+    back_s = max(live.back_s, ctx.log_back_s)
+    return since_s < back_s + ctx.settings.reconnect_grace_s
 
 
 def _learn_family(ctx: Context, job: Job, summary: GroupSummary) -> None:

@@ -169,6 +169,8 @@ class SchedulerCore:
                 )
                 ctx.send(name, welcome)
                 if name == TRAJECTORY_LOG:
+                    if ctx.runs:
+                        ctx.log_back_s = ctx.now
                     results.repeat_releases(ctx, name)
             case Ping(sequence=sequence, sent_s=sent_s):
                 ctx.send(name, Pong(sequence=sequence, sent_s=sent_s))

@@ -22,6 +22,9 @@ def give(ctx: Context, operator: str, message: AgentOrder) -> CommandReply:
     live = ctx.agents.get(message.agent)
     if agent is None or live is None:
         return unknown(ctx, message.agent)
+    nothing = _nothing_to_do(agent, message.order)
+    if nothing:
+        return CommandReply(ok=True, message=f"nothing to do: {nothing}")
     ctx.count(f"orders.{message.order}")
     ctx.note(agent.name, f"ordered to {message.order}", by=operator, reason=message.reason)
     match message.order:
@@ -32,13 +35,26 @@ def give(ctx: Context, operator: str, message: AgentOrder) -> CommandReply:
             ctx.tables.touch(agent)
             agent_states.recount(ctx, agent, live)
         case "quarantine":
-            if not agent.quarantined:
-                text = f"operator {operator}: {message.reason or 'no reason given'}"
-                agent.evidence = [*agent.evidence, text][-quarantine.MAX_EVIDENCE :]
-                quarantine.put(ctx, agent, live, text)
+            text = f"by {operator}: {message.reason or 'no reason given'}"
+            agent.evidence = [*agent.evidence, text][-quarantine.MAX_EVIDENCE :]
+            quarantine.put(ctx, agent, live, text)
         case "release":
             quarantine.release(ctx, agent, live)
     return CommandReply(ok=True)
+
+
+def _nothing_to_do(agent: Agent, order: str) -> str:
+    """Why an order would change nothing, or "" when it does."""
+    match order:
+        case "cordon" if agent.cordoned:
+            return f"{agent.name} is cordoned already"
+        case "uncordon" if not agent.cordoned:
+            return f"{agent.name} is not cordoned"
+        case "quarantine" if agent.quarantined:
+            return f"{agent.name} is quarantined already: {agent.quarantined}"
+        case "release" if not agent.quarantined and not agent.evidence:
+            return f"{agent.name} is not quarantined, and there is no evidence against it"
+    return ""
 
 
 def unknown(ctx: Context, name: str) -> CommandReply:

@@ -101,7 +101,7 @@ def _fault(ctx: Context, job: Job, lease: Lease, partial: PartialSummary) -> str
     known_partial = job.partial
     if known_partial is not None and partial.turns <= known_partial.turns:
         same = known_partial.attempt == partial.attempt
-        if same or attempts.is_stray(ctx, lease):
+        if same or lease.record.stray:
             return f"{known_partial.turns} turns are there"
     return ""
 

@@ -88,7 +88,6 @@ class JobView(msgspec.Struct, frozen=True):
     them; ``absorbers`` would take some on (see ``absorbing``), and it may be kept waiting for
     agents that are more than ``patience_s`` faster."""
 
-    job: str
     kind: str
     sequences: int
     tokens_mean: float
@@ -173,13 +172,12 @@ class FinishTime:
         unused: Candidate | None = None
         for candidate in candidates:
             finish_s = expected_s(job, candidate)
-            if candidate.load == 0 and candidate.idle_s > PROBE_AFTER_S:
-                if (
-                    unused is None
-                    or candidate.idle_s > unused.idle_s
-                    or (candidate.idle_s == unused.idle_s and candidate.agent < unused.agent)
-                ):
-                    unused = candidate
+            if (candidate.load == 0 and candidate.idle_s > PROBE_AFTER_S) and (
+                unused is None
+                or candidate.idle_s > unused.idle_s
+                or (candidate.idle_s == unused.idle_s and candidate.agent < unused.agent)
+            ):
+                unused = candidate
             if best is not None and (
                 finish_s > best_s or (finish_s == best_s and candidate.agent >= best.agent)
             ):

@@ -25,6 +25,11 @@ from transport.messages import ScoredCandidate
 _SHOWN = 8
 
 
+def times(count: int) -> str:
+    """``once``, ``twice``, ``3 times``, ``never``."""
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
 def of_job(ctx: Context, job: Job, scored: tuple[ScoredCandidate, ...]) -> list[str]:
     """Why an open job is where it is."""
     found: list[str] = []
@@ -42,11 +47,11 @@ def of_job(ctx: Context, job: Job, scored: tuple[ScoredCandidate, ...]) -> list[
         ]
     if job.failures or job.losses:
         most = ctx.tables.runs[job.run].spec.max_attempts
-        found.append(f"failed {job.failures} times of {most}, lost {job.losses} times")
+        found.append(f"failed {job.failures} of at most {most} times, lost {times(job.losses)}")
     if job.avoid:
         found.append(f"it failed on {', '.join(job.avoid)}")
     if job.replays:
-        found.append(f"it was a dead letter {job.replays} times")
+        found.append(f"it was a dead letter {times(job.replays)}")
     if job.external is not None and job.external.due_s:
         found.append(f"its deadline is in {job.external.due_s - ctx.now:.1f} s")
     return found
@@ -124,7 +129,8 @@ def of_run(ctx: Context, run: Run) -> list[str]:
             " export its model"
         )
     if run.state == "paused":
-        found.append("it is paused: nothing is placed or granted; `farflow resume` goes on")
+        found.append("it is paused: nothing is placed or granted; `farflow run resume"
+            f" {run.name}` goes on")
     queued, external = len(ctx.queue(run.name)), len(live.external)
     found.append(f"{queued} training jobs queued, {live.in_flight} sequences in flight")
     if external:
@@ -150,7 +156,7 @@ def of_evaluation(ctx: Context, evaluation: Evaluation) -> tuple[str, list[str]]
         return "done", found
     found += _pins_missing(ctx, evaluation.pinned)
     if evaluation.restarts:
-        found.append(f"started over {evaluation.restarts} times: its version was passed")
+        found.append(f"started over {times(evaluation.restarts)}: its version was passed")
     return "open", found
 
 

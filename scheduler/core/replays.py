@@ -31,6 +31,9 @@ def replay(ctx: Context, message: JobReplay) -> CommandReply:
     if not message.jobs and not message.run:
         text = "name the run whose dead letters are to be queued again, or the jobs"
         return CommandReply(ok=False, code="replay.which", message=text)
+    if message.run and message.run not in ctx.tables.runs:
+        text = f"no run {message.run!r}; see `farflow run ls`"
+        return CommandReply(ok=False, code="run.unknown", message=text)
     names = message.jobs or tuple(
         sorted(job for job, dead in ctx.tables.dead.items() if dead.letter.run == message.run)
     )

@@ -127,8 +127,7 @@ def _accept(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None
     agent = ctx.tables.agents[lease.agent]
     costs.uploaded(ctx, job.run, agent, summary.size_bytes, sum(summary.lengths))
     learning.learn(ctx, job, lease, summary)
-    record = next(record for record in job.attempts if record.id == lease.attempt)
-    attempts.end(ctx, job, record, "result", digest=summary.digest)
+    attempts.end(ctx, job, lease.record, "result", digest=summary.digest)
     attempts.revoke_all(ctx, job, "job_done")
     attempts.leave_queue(ctx, job)
     partials.drop(ctx, job)

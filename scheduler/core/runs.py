@@ -87,7 +87,7 @@ def start_source(ctx: Context, run: Run) -> None:
 
 
 def command(ctx: Context, message: RunCommand) -> CommandReply:
-    """Pause, resume or stop."""
+    """Pause, resume or stop; or abandon, which waits for no trainer to save and export."""
     run = ctx.tables.runs.get(message.run)
     if run is None:
         names = ", ".join(sorted(r.name for r in ctx.tables.runs.values() if r.live)) or "none"
@@ -97,7 +97,13 @@ def command(ctx: Context, message: RunCommand) -> CommandReply:
     if not run.live:
         text = f"run {run.name} is finished: {run.reason}"
         return CommandReply(ok=False, code="run.finished", message=text)
+    if message.command == "abandon":
+        _finish(ctx, run, "abandoned")
+        return CommandReply(ok=True)
     if message.command == "stop":
+        if run.finishing:
+            text = f"nothing to do: run {run.name} is stopping already ({run.finishing})"
+            return CommandReply(ok=True, message=text)
         end(ctx, run, "stopped")
         return CommandReply(ok=True)
     if run.state == "stopping":
@@ -116,7 +122,9 @@ def command(ctx: Context, message: RunCommand) -> CommandReply:
         ctx.due_runs[run.name] = None
         ctx.due_policies.update(dict.fromkeys(p.id for p in trained_policies(ctx, run)))
         ctx.dispatch_due = True
-    return CommandReply(ok=True)
+        return CommandReply(ok=True)
+    text = f"nothing to do: run {run.name} is {run.state} already"
+    return CommandReply(ok=True, message=text)
 
 
 def items_produced(ctx: Context, name: str, start: int, items: tuple[Item, ...]) -> None:
@@ -207,8 +215,11 @@ def _fault(spec: RunSpec) -> str:
 
 
 def _given_up(ctx: Context, policy: Policy) -> bool:
-    """A trainer that never came has nothing to export; one that is gone will not."""
-    return not policy.trainer or ctx.policies[policy.id].gone
+    """A trainer that never came, or is away without having made a step, has nothing to export; one
+    that is gone will not."""
+    live = ctx.policies[policy.id]
+    unstarted = not live.present and policy.step == 0
+    return not policy.trainer or live.gone or unstarted
 
 
 def _end_evaluation_open(ctx: Context, run: Run) -> bool:

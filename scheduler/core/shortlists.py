@@ -15,11 +15,12 @@ from scheduler.core import candidates, prefetch
 from scheduler.core.context import Context
 from scheduler.core.placement import Candidate, FinishTime, JobView, expected_s
 from scheduler.core.state import Job, Run
-from scheduler.core.views import pins
+from scheduler.core.views import kind_of, pins, view_of
 
 REUSED = 16
 
 _Key = tuple[str, str, int, float, float]
+_ViewKey = tuple[str, int, int]
 
 
 class _Kept:
@@ -38,7 +39,20 @@ class Shortlists:
     def __init__(self) -> None:
         self.moved: list[str] = []
         """Agents whose load has changed in this pass, in order."""
+        self._views: dict[_ViewKey, JobView] = {}
         self._kept: dict[_Key, _Kept] = {}
+
+    def view(self, ctx: Context, run: Run, job: Job) -> JobView:
+        """What placement knows of a job. In a pass nothing of it changes but how fresh a result has
+        to be, and only those of training jobs have to."""
+        if job.kind == "train":
+            return view_of(ctx, run, job)
+        tokens = 0 if job.external is None else job.external.max_new_tokens
+        key = (kind_of(job), job.sequences, tokens)
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = view_of(ctx, run, job)
+        return found
 
     def candidates(
         self, ctx: Context, run: Run, job: Job, view: JobView, names: list[str]

@@ -108,7 +108,7 @@ def stuck(ctx: Context, run: Run) -> str:
     agents = ctx.tables.agents
     ready = [agents[name] for name, it in ctx.agents.items() if may_work(agents[name], it)]
     if not ready:
-        return _nobody(ctx)
+        return nobody(ctx, run)
     workflow, reward = run.spec.workflow.reference, live.reward.name
     able = [agent for agent in ready if workflow in agent.workflows]
     if not able:
@@ -118,17 +118,24 @@ def stuck(ctx: Context, run: Run) -> str:
     return ""
 
 
-def _nobody(ctx: Context) -> str:
-    agents = ctx.tables.agents.values()
-    kept_away = [
-        f"{count} {what}"
-        for what, count in (
-            ("cordoned", sum(agent.cordoned for agent in agents)),
-            ("quarantined", sum(bool(agent.quarantined) for agent in agents)),
-        )
-        if count
+def nobody(ctx: Context, run: Run) -> str:
+    """Why no agent may work, by what keeps how many of them; those that left are not there."""
+    kinds = ("joining", "suspect", "draining", "reconnecting", "cordoned", "quarantined", "lost")
+    states = Counter(shown(ctx.tables.agents[name], live) for name, live in ctx.agents.items())
+    away = [f"{states[kind]} {kind}" for kind in kinds if states[kind]]
+    text = "no agent is ready" + (f" ({', '.join(away)})" if away else "")
+    unmade = [
+        policy.id
+        for name in run.spec.workflow.policies
+        if f"{(policy := ctx.tables.policies[policy_id(run.name, name)]).id}@{policy.head}"
+        not in ctx.tables.versions
     ]
-    return "no agent is ready" + (f" ({', '.join(kept_away)})" if kept_away else "")
+    if states["joining"] and unmade:
+        text += (
+            f": the first weights of {', '.join(unmade)} are not there yet;"
+            " its trainer publishes them (is it running?)"
+        )
+    return text
 
 
 def _policy(

@@ -44,7 +44,8 @@ def unindex(ctx: Context, job: Job, external: External) -> None:
     owner.sequences -= job.sequences
     ctx.external_open -= 1
     ctx.external_characters -= characters(job)
-    ctx.timers.cancel("expire", job.id)
+    if external.due_s:
+        ctx.timers.cancel("expire", job.id)
 
 
 def characters(job: Job) -> int:

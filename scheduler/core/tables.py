@@ -113,14 +113,16 @@ class Tables:
     def take_changes(self) -> list[Change]:
         """Rows changed since the last call, in the order of their first change; O(changed)."""
         changes: list[Change] = []
-        seen: set[tuple[str, str]] = set()
+        replaced: set[tuple[str, str]] = set()
+        by_name, encode = self._by_name, self._encode
         for touched in self._dirty.values():
             table, key = touched.table, touched.key
-            if (table, key) in seen:
-                continue  # one entity took the place of another
-            seen.add((table, key))
-            entity = self._by_name[table].get(key)
-            changes.append((table, key, None if entity is None else self._encode(entity)))
+            entity = by_name[table].get(key)
+            if replaced and (table, key) in replaced:
+                continue
+            if entity is not touched:  # gone, or another one took its place
+                replaced.add((table, key))
+            changes.append((table, key, None if entity is None else encode(entity)))
         self._dirty.clear()
         changes += self._take_prompts()
         return changes

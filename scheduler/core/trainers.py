@@ -177,8 +177,11 @@ def version_stored(ctx: Context, service: str, message: VersionStored) -> None:
     ctx.send(service, VersionAccepted(policy=message.policy, version=message.version))
     policy = ctx.tables.policies.get(message.policy)
     live = ctx.policies.get(message.policy)
-    if policy is None or live is None:
+    if policy is None:
         ctx.count("versions.unknown_policy")
+        return
+    if live is None:  # of a run that is over: the store announces all that it keeps at its start
+        ctx.count("versions.run_over")
         return
     before = live.tree.nodes.get(message.version)
     if before is not None and before.stored:

@@ -43,7 +43,7 @@ def page(ctx: Context, after: int, limit: int, subject: str) -> Events:
                 at_s=at_s,
                 subject=about[:MAX_TEXT],
                 what=what,
-                facts={name: str(value)[:MAX_TEXT] for name, value in facts},
+                facts={name: str(value)[:MAX_TEXT] for name, value in facts.items()},
             )
             left_bytes -= len(msgspec.msgpack.encode(transition))
             if len(found) >= limit or (found and left_bytes < 0):
@@ -53,8 +53,8 @@ def page(ctx: Context, after: int, limit: int, subject: str) -> Events:
     return Events(transitions=tuple(found), last=base + last, missed=start - wanted)
 
 
-def names(about: str, facts: tuple[tuple[str, object], ...], subject: str) -> bool:
+def names(about: str, facts: dict[str, object], subject: str) -> bool:
     """Whether a transition is about a subject, an attempt of it, or names it."""
     if about == subject or (about.startswith(subject) and about[len(subject)] == "#"):
         return True
-    return any(value == subject for _, value in facts)
+    return any(value == subject for value in facts.values())

@@ -51,7 +51,6 @@ def view_of(ctx: Context, run: Run, job: Job) -> JobView:
         else ()
     )
     return JobView(
-        job=job.id,
         kind=kind_of(job),
         sequences=job.sequences,
         tokens_mean=mean,

@@ -70,6 +70,7 @@ class AgentActor:
             tokens_per_s=tokens_per_s,
             first_token_s=draws.workload.first_token_s,
             generated=self._generated,
+            holds_slots=draws.workload.tool_slot == "held",
         )
         self.alive = False
         self.core: AgentCore
@@ -249,7 +250,7 @@ class AgentActor:
         lengths = self._draws.lengths(effect.offer)
         if self._ledger.recorder is not None:
             self._ledger.recorder.accepted(self.name, effect.offer, sum(lengths), effect.queued_s)
-        self.engine.start(effect, lengths)
+        self.engine.start(effect, lengths, self._draws.turns(effect.offer, lengths))
 
     def _abort_attempt(self, effect: do.AbortAttempt) -> None:
         self.engine.abort(effect.attempt, effect.fence)

@@ -11,7 +11,7 @@ from sim.actors.names import LOG, SCHEDULER, STORE
 from sim.kernel import Alarm, Kernel
 from sim.ledger import Ledger
 from sim.network import Network
-from sim.workload import Workload
+from sim.workload import Steps, Workload
 from transport.messages import (
     BodiesGone,
     BodiesReleased,
@@ -162,19 +162,22 @@ class WeightStoreActor:
     """Versions of all policies; standing requests are answered as soon as there is news.
 
     The quickest way from what an agent has to the newest version is the union of the changes in
-    between (``Workload.gap_bytes``), never more than the whole model.
+    between (``Steps.gap_bytes``), never more than the whole model.
     """
 
-    def __init__(self, *, kernel: Kernel, network: Network, workload: Workload) -> None:
+    def __init__(
+        self, *, kernel: Kernel, network: Network, workload: Workload, deltas: Steps | None = None
+    ) -> None:
         self._kernel = kernel
         self._network = network
         self._workload = workload
+        self._deltas = deltas or Steps(workload)
         self._versions: dict[str, dict[int, _Stored]] = {}
         self._newest: dict[str, int] = {}
         self.on_durable: Callable[[str, int, int], None] | None = None
         """Called with policy, version and step of each version that has become durable."""
         self._standing: dict[tuple[str, str], WeightsRequest] = {}
-        self._taking: dict[tuple[str, int], None] = {}
+        self._taking: dict[tuple[str, int], int] = {}
         self._again = Alarm(kernel, self._announce_again)
 
     def start(self) -> None:
@@ -210,9 +213,11 @@ class WeightStoreActor:
             durable = VersionDurable(policy=offered.policy, version=offered.version)
             self._network.send(STORE, trainer, durable)
             return
-        if key in self._taking:
+        life = self._network.life(trainer)
+        if self._taking.get(key) == life:
             return
-        self._taking[key] = None
+        # An upload whose trainer died in the middle of it begins anew.
+        self._taking[key] = life
 
         def arrived() -> None:
             self._kernel.after(self._workload.store_s, self._durable, (trainer, offered))
@@ -221,7 +226,8 @@ class WeightStoreActor:
 
     def _durable(self, taken: tuple[str, ModelledVersion]) -> None:
         trainer, version = taken
-        del self._taking[version.policy, version.version]
+        if self._taking.pop((version.policy, version.version), None) is None:
+            return  # another upload of the same version was faster
         if self.on_durable is not None:
             self.on_durable(version.policy, version.version, version.step)
         self._keep(version)
@@ -275,8 +281,8 @@ class WeightStoreActor:
         del self._standing[agent, policy]
         size_bytes = self._workload.full_bytes
         if have in versions:
-            gap = versions[target].announcement.step - versions[have].announcement.step
-            size_bytes = min(size_bytes, self._workload.gap_bytes(gap))
+            steps = versions[have].announcement.step, versions[target].announcement.step
+            size_bytes = min(size_bytes, self._deltas.gap_bytes(*steps))
         digest = versions[target].announcement.digest
         modelled = ModelledPlan(size_bytes, digest, follows=have in versions)
         step = PlanStep(

@@ -14,13 +14,14 @@ from cloud_trainer.core import events as on
 from cloud_trainer.core.machine import TrainerCore
 from cloud_trainer.core.settings import CoreSettings, PendingVersion, StartPosition
 from cloud_trainer.core.trained_jobs import TrainedJobs
+from edge_agent.engines.fake import place_uniform
 from sim.actors.modelled import Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
 from sim.actors.services import ModelledVersion
 from sim.kernel import Alarm, Kernel
 from sim.ledger import Ledger, Step
 from sim.network import Network
-from sim.workload import Workload, make_digest
+from sim.workload import Steps, Workload, log_normal, make_digest, step_seed
 from transport.errors import InvariantViolation
 from transport.messages import Body, Message, Plane, VersionOffer
 
@@ -29,7 +30,8 @@ PLANE_HOSTS: Final = {Plane.CONTROL: SCHEDULER, Plane.TRAJECTORIES: LOG, Plane.W
 
 
 class TrainerActor:
-    """The trainer of one policy, over its lives."""
+    """The trainer of one policy, over its lives. Steps take ``train_s`` in the mean, log-normal with
+    ``train_cv``; a step that is made again takes as long as it did."""
 
     def __init__(
         self,
@@ -42,6 +44,9 @@ class TrainerActor:
         ledger: Ledger,
         train_s: float,
         check: bool,
+        train_cv: float = 0.0,
+        seed: int = 0,
+        deltas: Steps | None = None,
     ) -> None:
         self.name = name
         self.policy = policy
@@ -52,6 +57,9 @@ class TrainerActor:
         self._workload = workload
         self._ledger = ledger
         self._train_s = train_s
+        self._train_cv = train_cv
+        self._seed = step_seed(seed, policy)
+        self._deltas = deltas or Steps(workload)
         self._check = check
         self._incarnation = 0
         self._position = StartPosition()
@@ -208,7 +216,8 @@ class TrainerActor:
                 self._ledger.recorder.step_made(self.policy, effect.step, began_s, lags)
             self.feed(on.StepFinished(step=effect.step))
 
-        self._kernel.after(self._train_s, done)
+        uniform = place_uniform(self._seed, effect.step)
+        self._kernel.after(log_normal(self._train_s, self._train_cv, uniform), done)
 
     def _build_version(self, effect: do.BuildVersion) -> None:
         self._highest = max(self._highest, effect.version)
@@ -219,7 +228,11 @@ class TrainerActor:
             parent=effect.parent,
             step=effect.step,
             digest=make_digest(self.policy, effect.version),
-            delta_bytes=self._workload.full_bytes if effect.whole else self._workload.delta_bytes,
+            delta_bytes=(
+                self._workload.full_bytes
+                if effect.whole
+                else self._deltas.delta_bytes(effect.step)
+            ),
         )
         offer = VersionOffer(
             manifest=msgspec.msgpack.encode(modelled), signature=b"\0" * 64, key_id="sim"

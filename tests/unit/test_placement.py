@@ -49,7 +49,6 @@ def make_policy(**changes) -> PolicyView:
 def make_job(*policies: PolicyView, **changes) -> JobView:
     return JobView(
         **{
-            "job": "r/t-000000",
             "kind": "r|",
             "sequences": 8,
             "tokens_mean": 100.0,

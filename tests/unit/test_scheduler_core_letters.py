@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from core_builders import RUN, SOLVER, Scene, make_run, make_scene, replies
 
-from scheduler.core import waits
+from scheduler.core import reasons, waits
 from transport.envelope import CONTROL_FRAME_BYTES
 from transport.messages import (
     CommandReply,
@@ -78,7 +78,8 @@ def test_letters_are_listed_in_pages_and_by_run():
     assert (len(first.letters), first.more) == (3, True)
     rest = letters(scene, limit=3, after=first.letters[-1].job)
     assert (len(rest.letters), rest.more) == (1, False)
-    assert letters(scene, run="other").letters == ()
+    assert len(letters(scene, run=RUN).letters) == 4
+    assert letters(scene, run="other").code == "run.unknown"
 
 
 def test_only_so_many_letters_are_kept_and_the_oldest_go_first():
@@ -308,7 +309,7 @@ def test_a_job_that_waits_for_its_next_try_says_how_long():
     scene.failed(offer, "workflow.error")
     found = explained(scene, offer.job)
     assert found.reasons[0].startswith("queued: tried again in")
-    assert any("failed 1 times of 5" in reason for reason in found.reasons)
+    assert any("failed 1 of at most 5 times, lost never" in reason for reason in found.reasons)
     assert any("was failed (workflow.error)" in line for line in found.history)
     assert explained(scene, offer.attempt).state == "failed"
 
@@ -324,7 +325,18 @@ def test_a_run_says_why_nothing_moves():
     scene = make_scene()
     assert "queued: no agent is ready" in explained(scene, RUN).reasons
     scene.commanded("pause")
-    assert any("paused" in reason for reason in explained(scene, RUN).reasons)
+    assert any(f"`farflow run resume {RUN}`" in reason for reason in explained(scene, RUN).reasons)
+
+
+@pytest.mark.parametrize("asked", [DeadLettersRequest(run="nosuch"), JobReplay(run="nosuch")])
+def test_a_run_that_never_was_is_an_error_not_an_empty_list(asked):
+    reply = make_scene().asked(asked)
+    assert (reply.ok, reply.code) == (False, "run.unknown")
+    assert "farflow run ls" in reply.message
+
+
+def test_counts_in_reasons_are_english():
+    assert [reasons.times(count) for count in range(4)] == ["never", "once", "twice", "3 times"]
 
 
 def test_an_agent_says_why_it_gets_nothing():

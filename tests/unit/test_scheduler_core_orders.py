@@ -70,6 +70,32 @@ def test_a_cordoned_agent_keeps_what_it_has_and_gets_no_more(scene):
     assert len(scene.live_offers("a")) == len(held)
 
 
+def test_an_order_that_changes_nothing_says_so(scene):
+    """Neither a count, nor evidence, nor a write."""
+    for order, said in (
+        ("release", "nothing to do: a is not quarantined, and there is no evidence against it"),
+        ("uncordon", "nothing to do: a is not cordoned"),
+    ):
+        assert ordered(scene, order) == CommandReply(ok=True, message=said)
+        assert scene.counter(f"orders.{order}") == 0
+    for order, said in (
+        ("cordon", "nothing to do: a is cordoned already"),
+        ("quarantine", "nothing to do: a is quarantined already: by op: no reason given"),
+    ):
+        assert ordered(scene, order) == CommandReply(ok=True)
+        assert ordered(scene, order).message == said
+        assert scene.counter(f"orders.{order}") == 1
+    assert len(scene.agent().evidence) == 1
+
+
+def test_a_command_that_changes_nothing_says_so(scene):
+    nothing = f"nothing to do: run {RUN} is"
+    assert scene.commanded("resume").message == f"{nothing} running already"
+    assert scene.commanded("pause").message == ""
+    assert scene.commanded("pause").message == f"{nothing} paused already"
+    assert scene.commanded("stop").message == ""
+
+
 @pytest.mark.parametrize("order", ["cordon", "quarantine"])
 def test_a_run_says_that_all_its_agents_are_kept_away(scene, order):
     ordered(scene, order)

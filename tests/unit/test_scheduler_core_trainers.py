@@ -300,6 +300,16 @@ def test_the_store_hears_that_its_version_was_accepted_however_often_it_says_so(
     assert scene.counter("versions.unknown_policy") == 1
 
 
+def test_versions_of_a_finished_run_that_the_store_announces_again_are_nobody_elses_fault(scene):
+    scene.commanded("stop")
+    scene.wait(40.0)
+    scene.heard("a")
+    assert scene.run().state == "finished"
+    assert messages(scene.version_stored(1), VersionAccepted)
+    assert scene.counter("versions.unknown_policy") == 0
+    assert scene.counter("versions.run_over") == 1
+
+
 def test_a_live_trainer_is_pinged_back_and_a_silent_one_is_absent(scene):
     [pong] = messages(scene.trainer_says(Ping(sequence=4, sent_s=1.5)), Pong, "t")
     assert (pong.sequence, pong.sent_s) == (4, 1.5)

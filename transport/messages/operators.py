@@ -15,7 +15,7 @@ class RunSubmit(Message, frozen=True, kw_only=True):
 
 class RunCommand(Message, frozen=True, kw_only=True):
     run: str
-    command: Literal["pause", "resume", "stop"]
+    command: Literal["pause", "resume", "stop", "abandon"]
 
 
 class CommandReply(Message, frozen=True, kw_only=True):
