@@ -22,7 +22,7 @@ tried, and the best is taken.
 
 What is dropped: a group that could not be back in time on any agent even if it got its slots in the
 very moment of a swap, at the pace counted on. Rules find that out by trying: their groups are
-stopped once they are overtaken. ``Schedule.dropped_share`` says how many. All others are trained on.
+stopped once they are overtaken. ``Schedule.dropped_share`` says how many; all others are used.
 """
 
 import heapq
@@ -74,7 +74,8 @@ class Work:
         while len(self._known) <= index:
             number = len(self._known)
             job = item_seed(self._seed, "train", number)
-            lengths = tuple(self._draws.tokens(job, place) for place in range(self._size))
+            offer = msgspec.structs.replace(self._offer, seed=job)
+            lengths = tuple(self._draws.lengths(offer))
             self._known.append(Group(max(lengths), number, lengths))
         return self._known[index]
 

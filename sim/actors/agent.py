@@ -1,25 +1,25 @@
 """An edge agent: its production core, a service-time model for its engine, a spool, a weight copy.
 
 Carries out the core's effects as ``edge_agent.shell`` does, with modelled durations; decides
-nothing. A crash keeps what is on disk: the spool and the last committed copy.
+nothing. A crash keeps what is on disk, the spool and the last committed copy, unless the disk goes
+as well (``wipe``).
 """
 
 import random
 from collections import deque
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from edge_agent.core import effects as do
 from edge_agent.core import events as on
 from edge_agent.core.machine import AgentCore
 from edge_agent.core.settings import AgentSettings
 from sim.actors.engine import Engine, Group
-from sim.actors.modelled import ModelledPlan, Spooled
+from sim.actors.modelled import Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
+from sim.actors.weight_copies import WeightCopies
 from sim.kernel import Alarm, Kernel
 from sim.ledger import Ledger
-from sim.network import Flow, Network
+from sim.network import Network
 from sim.workload import Draws, make_digest
 from transport.errors import InvariantViolation
 from transport.messages import (
@@ -30,8 +30,6 @@ from transport.messages import (
     Plane,
     TrajectoryOffer,
     TrajectoryPut,
-    VersionRef,
-    WeightsPlan,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +37,10 @@ if TYPE_CHECKING:
 
 SPOOL_S = 0.01
 """Packing a body and making it durable in the spool."""
+
+CLOSING_S = 2.0
+"""From an agent's goodbye until its connections are closed; it asks so much less than its machine's
+notice for draining."""
 
 CHUNK_BYTES = 1 << 20
 
@@ -82,15 +84,20 @@ class AgentActor:
         self._seed = seed
         self._check = check
         self._incarnation = 0
-        # The initial model was matched with a local folder (DESIGN 8): nobody fetches it.
-        self._copies = {
-            policy: VersionRef(version=0, digest=make_digest(policy, 0)) for policy in policies
-        }
         self._spool: dict[str, Spooled] = {}
-        self._fetching: dict[str, tuple[int, Flow | None, float]] = {}
-        self._staged: dict[str, tuple[int, str, int, float]] = {}
+        self._weights = WeightCopies(
+            self,
+            self.engine,
+            kernel=kernel,
+            network=network,
+            workload=draws.workload,
+            ledger=ledger,
+            policies=policies,
+        )
         self._events: deque[on.Event] = deque()
         self._handling = False
+        self._closing = False
+        self._ahead_s = 0.0
         self._alarm = Alarm(kernel, self._tick)
         self._perform: dict[type[do.Effect], Callable[..., None]] = {
             do.ToScheduler: self._to_scheduler,
@@ -102,13 +109,8 @@ class AgentActor:
             do.RunAttempt: self._run_attempt,
             do.AbortAttempt: self._abort_attempt,
             do.DropSpooled: self._drop_spooled,
-            do.OpenCopy: self._open_copy,
-            do.FetchPlan: self._fetch_plan,
-            do.CancelFetch: self._cancel_fetch,
-            do.SwapWeights: self._swap_weights,
-            do.VerifyWeights: self._verify_weights,
-            do.DiscardCopy: self._discard_copy,
             do.Exit: self._exit,
+            **self._weights.perform,
         }
 
     @property
@@ -120,6 +122,9 @@ class AgentActor:
 
     def start(self, _: object = None) -> None:
         """Begin a life with what is on disk."""
+        if self._closing:
+            self._closing = False
+            self._network.reset(self.name)
         self._incarnation += 1
         self.alive = True
         self.core = AgentCore(
@@ -130,15 +135,33 @@ class AgentActor:
             spooled=[kept.summary for kept in self._spool.values()],
             now=self._kernel.now,
         )
-        self.feed(on.Tick())
+        self._tick()
 
     def crash(self) -> None:
         """Die at once."""
-        self.alive = False
         self._network.reset(self.name)
+        self._closing = False
+        self._end()
+
+    def wipe(self) -> None:
+        """Its disk is gone, while it does not run; the initial models are in its image."""
+        self._spool.clear()
+        self._weights.wipe()
+
+    def warn(self, notice_s: float) -> None:
+        """Its machine will be taken away in ``notice_s``: what a supervisor's SIGTERM does."""
+        if self.alive:
+            within_s = max(0.0, notice_s - CLOSING_S)
+            self.feed(on.DrainRequested(reason="preempted", deadline_s=within_s))
+
+    def skew(self, ahead_s: float) -> None:
+        """Its wall clock shows so much more than the others' from now on."""
+        self._ahead_s = ahead_s
+
+    def _end(self) -> None:
+        self.alive = False
         self.engine.stop()
-        self._fetching.clear()
-        self._staged.clear()
+        self._weights.crash()
         self._events.clear()
         self._alarm.set(None)
 
@@ -187,10 +210,11 @@ class AgentActor:
                     waiting_sequences=engine.waiting,
                     bytes_up=0,
                     bytes_down=0,
+                    wall_s=self._kernel.now + self._ahead_s,
                 )
             )
 
-    def _later(self, delay_s: float, event: on.Event) -> None:
+    def later(self, delay_s: float, event: on.Event) -> None:
         """Feed ``event`` after a while, if this life still lasts."""
         life = self._incarnation
 
@@ -201,7 +225,17 @@ class AgentActor:
         self._kernel.after(delay_s, happen)
 
     def _exit(self, effect: do.Exit) -> None:
-        self.crash()
+        """Stop working; what was said still leaves before the connections close."""
+        self._end()
+        self._closing = True
+        life = self._incarnation
+
+        def closed(_: object) -> None:
+            if self._closing and self._incarnation == life:
+                self._closing = False
+                self._network.reset(self.name)
+
+        self._kernel.after(CLOSING_S, closed)
 
     # ---- links ---------------------------------------------------------------------------------
 
@@ -242,7 +276,7 @@ class AgentActor:
     def _remake_link(self, effect: do.RemakeLink) -> None:
         host = PLANE_HOSTS[effect.plane]
         self._network.renew(self.name, host)
-        self._later(3 * self._network.delay_s(self.name, host), on.LinkUp(plane=effect.plane))
+        self.later(3 * self._network.delay_s(self.name, host), on.LinkUp(plane=effect.plane))
 
     # ---- attempts ------------------------------------------------------------------------------
 
@@ -300,102 +334,3 @@ class AgentActor:
         kept = self._spool.get(effect.attempt)
         if kept is not None and kept.summary.digest == effect.digest:
             del self._spool[effect.attempt]
-
-    # ---- weights -------------------------------------------------------------------------------
-
-    def _open_copy(self, effect: do.OpenCopy) -> None:
-        ref = self._copies.get(effect.policy)
-        if ref is None:
-            self.feed(on.CopyOpened(policy=effect.policy, version=None))
-            return
-        self.engine.versions[effect.policy] = ref.version
-        self.feed(on.CopyOpened(policy=effect.policy, version=ref.version, digest=ref.digest))
-
-    def _fetch_plan(self, effect: do.FetchPlan) -> None:
-        policy, ticket, plan = effect.policy, effect.ticket, effect.plan
-        began_s = self._kernel.now
-        life = self._incarnation
-        size_bytes = sum(_modelled(plan, n).size_bytes for n in range(len(plan.steps)))
-        digest, follows = _modelled(plan, -1).digest, _modelled(plan, -1).follows
-        self._fetching[policy] = (ticket, None, began_s)
-        if self._ledger.recorder is not None:
-            self._ledger.recorder.fetching(self.name, policy, plan.version, size_bytes)
-
-        def current() -> bool:
-            fetching = self._fetching.get(policy)
-            alive = self.alive and self._incarnation == life
-            return alive and fetching is not None and fetching[0] == ticket
-
-        def asked(_: object) -> None:
-            if current():
-                flow = self._network.transfer(
-                    STORE, self.name, size_bytes, arrived, follows=follows
-                )
-                self._fetching[policy] = (ticket, flow, began_s)
-
-        def arrived() -> None:
-            if current():
-                del self._fetching[policy]
-                took_s = self._kernel.now - began_s
-                self._staged[policy] = (plan.version, digest, size_bytes, took_s)
-                if self._ledger.recorder is not None:
-                    self._ledger.recorder.arrived(self.name, policy)
-                self._later(
-                    self._draws.workload.apply_s, on.PlanStaged(policy=policy, ticket=ticket)
-                )
-
-        if follows:
-            asked(None)
-            return
-        # The chunks are asked for: half a round trip passes before the first one leaves.
-        self._kernel.after(self._network.delay_s(self.name, STORE), asked)
-
-    def _cancel_fetch(self, effect: do.CancelFetch) -> None:
-        fetching = self._fetching.get(effect.policy)
-        if fetching is not None and fetching[0] == effect.ticket:
-            del self._fetching[effect.policy]
-            if fetching[1] is not None:
-                self._network.cancel(fetching[1])
-
-    def _swap_weights(self, effect: do.SwapWeights) -> None:
-        policy = effect.policy
-        version, digest, size_bytes, took_s = self._staged.pop(policy)
-        pause_s = self._draws.workload.swap_s if policy in self.engine.versions else 0.0
-        self.engine.pause(pause_s)
-        life = self._incarnation
-
-        def swapped(_: object) -> None:
-            if not self.alive or self._incarnation != life:
-                return
-            self._copies[policy] = VersionRef(version=version, digest=digest)
-            self.engine.versions[policy] = version
-            if self._ledger.recorder is not None:
-                self._ledger.recorder.swapped(self.name, policy, version)
-            self.feed(
-                on.WeightsSwapped(
-                    policy=policy,
-                    ticket=effect.ticket,
-                    version=version,
-                    digest=digest,
-                    pause_s=pause_s,
-                    fetched_bytes=size_bytes,
-                    fetch_s=took_s,
-                    rate_bytes_s=size_bytes / max(took_s, 1e-9),
-                )
-            )
-
-        self._kernel.after(pause_s, swapped)
-
-    def _verify_weights(self, effect: do.VerifyWeights) -> None:
-        self.feed(on.WeightsVerified(policy=effect.policy, ticket=effect.ticket))
-
-    def _discard_copy(self, effect: do.DiscardCopy) -> None:
-        self._copies.pop(effect.policy, None)
-        self._staged.pop(effect.policy, None)
-        if effect.unload:
-            self.engine.versions.pop(effect.policy, None)
-        self.feed(on.CopyDiscarded(policy=effect.policy))
-
-
-def _modelled(plan: WeightsPlan, step: int) -> ModelledPlan:
-    return msgspec.msgpack.decode(plan.steps[step].manifest, type=ModelledPlan)

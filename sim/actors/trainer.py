@@ -229,9 +229,7 @@ class TrainerActor:
             step=effect.step,
             digest=make_digest(self.policy, effect.version),
             delta_bytes=(
-                self._workload.full_bytes
-                if effect.whole
-                else self._deltas.delta_bytes(effect.step)
+                self._workload.full_bytes if effect.whole else self._deltas.delta_bytes(effect.step)
             ),
         )
         offer = VersionOffer(

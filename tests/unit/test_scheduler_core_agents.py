@@ -317,15 +317,17 @@ def test_the_status_says_why_nobody_takes_the_waiting_jobs():
 
 def test_the_status_says_that_agents_wait_for_the_first_weights():
     """Agents are there and healthy: it is the trainer that is missing."""
-    scene = make_scene()
+    scene = Scene()
+    scene.submitted(make_run())
     scene.joined("a", versions={})
     scene.joined("b", versions={})
-    said = scene.core.status(scene.now).runs[0].reason
-    assert said.startswith("no agent is ready (2 joining)")
-    assert ("first weights" in said) == (f"{SOLVER}@0" not in scene.core._ctx.tables.versions)
-    scene.core._ctx.tables.versions.clear()
-    said = scene.core.status(scene.now).runs[0].reason
-    assert f"the first weights of {SOLVER} are not there yet" in said
+    run = scene.core._ctx.tables.runs[RUN]
+    assert nobody(scene.core._ctx, run) == (
+        f"no agent is ready (2 joining): the first weights of {SOLVER} are not there yet;"
+        " its trainer publishes them (is it running?)"
+    )
+    scene.version_stored(0)
+    assert nobody(scene.core._ctx, run) == "no agent is ready (2 joining)"
     scene.joined("b", workflows={"nope": "f"}, rewards=("exact",))
     assert scene.core.status(scene.now).runs[0].reason == "no agent offers reward reasoning-gym"
     scene.joined("c", workflows={"nope": "f"})

@@ -302,8 +302,7 @@ def test_the_store_hears_that_its_version_was_accepted_however_often_it_says_so(
 
 def test_versions_of_a_finished_run_that_the_store_announces_again_are_nobody_elses_fault(scene):
     scene.commanded("stop")
-    scene.wait(40.0)
-    scene.heard("a")
+    scene.checkpointed(0, final=True)
     assert scene.run().state == "finished"
     assert messages(scene.version_stored(1), VersionAccepted)
     assert scene.counter("versions.unknown_policy") == 0
