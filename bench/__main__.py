@@ -12,6 +12,7 @@ NAMES = (
     "learning",
     "placement",
     "simulator_network",
+    "simulator_scale",
     "trajectory",
     "virtual_chaos",
     "wire",

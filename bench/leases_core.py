@@ -1,8 +1,9 @@
 """The scheduler's core alone: no sockets, no disk, no clock but the bench's.
 
-Times are CPU seconds of this thread, so that a busy machine does not count. One event is one thing
-that the core is told: a job submitted, an offer accepted, a result stored, a result confirmed or a
-heartbeat, however many of them a message carries. Encoding the changed rows is part of it.
+Times are CPU seconds of this thread, so that a busy machine does not count; the collector is set
+as in the daemon (``scheduler.interpreter``). One event is one thing that the core is told: a job
+submitted, an offer accepted, a result stored, a result confirmed or a heartbeat, however many of
+them a message carries. Encoding the changed rows is part of it.
 """
 
 import hashlib

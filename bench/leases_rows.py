@@ -18,6 +18,7 @@ import msgspec
 from bench.leases_core import CoreWorld, decision_s, leases, queue
 from bench.leases_world import cpu_s, make_world, scheduler, with_port
 from bench.report import Row
+from scheduler.interpreter import tune
 from scheduler.operator import Operator
 from scheduler.store import Change, SchedulerStore
 
@@ -133,6 +134,7 @@ def _child(what: str, count: int) -> dict[str, float]:
 def _measure(what: str, count: int) -> dict[str, float]:
     if what == "memory":
         return {"job_bytes": queue(CoreWorld(0, max_jobs=count), count)}
+    tune()
     world = CoreWorld(CORE_AGENTS)
     leases(world, count // 10)
     event_s, lease_s = leases(world, count)

@@ -28,15 +28,21 @@ stopped once they are overtaken. ``Schedule.dropped_share`` says how many; all o
 import heapq
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+import msgspec
+
 from sim.scenario import AgentPlan, Scenario
-from sim.workload import Draws
+from sim.workload import Draws, make_items
 from transport.errors import ConfigError
 from transport.ids import item_seed
+from transport.messages import LeaseOffer, RewardSpec
 
-PACES: Final = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 9.0, 14.0, 20.0)
+PACES: Final = (
+    *(1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.5, 9.0),
+    *(10.0, 11.0, 12.0, 13.0, 14.0, 16.0, 18.0, 20.0),
+)
 """In units of ``train_s``."""
 ORDERS: Final = ("longest", "shortest")
 TINY_S: Final = 1e-9
@@ -67,7 +73,22 @@ class Work:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self._draws = Draws(scenario.workload)
         self._seed = scenario.run_spec(seed).seed
-        self._size = scenario.group_size
+        self._offer = LeaseOffer(
+            attempt="sim/t-0#1",
+            fence=(1, 1),
+            job="sim/t-0",
+            kind="train",
+            items=make_items(0, 1),
+            group_size=scenario.group_size,
+            workflow="single_turn",
+            settings={},
+            policies={"policy": "sim/policy"},
+            reward=RewardSpec(name="exact"),
+            max_new_tokens=scenario.workload.max_new_tokens,
+            temperature=1.0,
+            seed=0,
+            lease_s=1.0,
+        )
         self._known: list[Group] = []
 
     def __getitem__(self, index: int) -> Group:
@@ -192,8 +213,13 @@ def clairvoyant(
     *,
     paces: Sequence[float] = PACES,
     orders: Sequence[str] = ORDERS,
+    most_dropped: float = 1.0,
 ) -> Schedule:
-    """The best of all paces (ascending) and orders; ConfigError for several policies."""
+    """The best of all paces (ascending) and orders that drop no more than that share of groups.
+
+    Raises:
+        ConfigError: several policies, or no paces, or no orders.
+    """
     policy, steps = _policy(scenario), scenario.steps
     best: Schedule | None = None
     for pace in paces:
@@ -203,6 +229,8 @@ def clairvoyant(
             break
         for order in orders:
             found = _Schedule(scenario, seed, pace * policy.train_s, order).run()
+            if found.dropped_share > most_dropped:
+                found = replace(found, steps_hour=0.0, finished=False)
             if best is None or found.steps_hour > best.steps_hour:
                 best = found
     if best is None:
@@ -274,7 +302,9 @@ class _Schedule:
         quota = self._policy.batch * (self._policy.lag + 1)
         window_s = _window_s(self._policy, self._pace_s)
         most = self._next_item + 50 * quota
-        while len(self._waiting) + len(self._open) < quota and self._next_item < most:
+        # What is dropped before the first step has begun cannot have been overtaken.
+        held = self._dropped if self._step == 1 else 0
+        while len(self._waiting) + len(self._open) + held < quota and self._next_item < most:
             group = self._work[self._next_item]
             self._next_item += 1
             soonest_s = min(
@@ -282,6 +312,7 @@ class _Schedule:
             )
             if soonest_s > window_s - TINY_S:
                 self._dropped += 1
+                held += self._step == 1
             else:
                 insort(self._waiting, group)
 
@@ -309,9 +340,18 @@ class _Schedule:
         self._admit()
         return True
 
-    def _begins_s(self, step: int, now: float) -> float:
-        """The soonest that a coming step begins, at the pace counted on."""
-        return max(now, self._ready_s) + (step - self._step) * self._pace_s
+    def _begin_times(self, entries: list[tuple[int, float]], last: int, now: float) -> list[float]:
+        """The soonest that the coming steps up to ``last`` begin: at the pace counted on, and when
+        as many groups are back as they and the steps before use; all, where there are fewer."""
+        backs = sorted(back_s for _, back_s in entries)
+        begins_s = max(now, self._ready_s) - self._pace_s
+        found = []
+        for number in range(1, last - self._step + 2):
+            begins_s += self._pace_s
+            if backs:
+                begins_s = max(begins_s, backs[min(len(backs), number * self._policy.batch) - 1])
+            found.append(begins_s)
+        return found
 
     # ---- agents --------------------------------------------------------------------------------
 
@@ -333,24 +373,25 @@ class _Schedule:
     def _place(self, number: int, now: float) -> None:
         agent = self._agents[number]
         deadline = agent.version + self._policy.lag + 1
+        if deadline < self._step:
+            return
         while self._waiting and agent.free_s[0] <= now + TINY_S:
-            latest_s = self._begins_s(deadline, now)
-            if deadline < self._step or not self._has_place(deadline, now, now):
+            if not self._has_place(deadline, now, now):
                 return
-            group = self._choose(agent, now, latest_s, deadline)
+            group = self._in_order(agent, now, deadline) or self._needed(agent, now, deadline)
             if group is None:
                 return
             self._waiting.remove(group)
             back_s = agent.take(group, now, self._scenario)
             self._open.append((deadline, back_s))
             self._at(back_s, "look", 0)
-            for free_s in set(agent.free_s):
+            for free_s in dict.fromkeys(agent.free_s):
                 self._at(free_s, "free", number)
 
-    def _choose(self, agent: Agent, now: float, latest_s: float, deadline: int) -> Group | None:
-        """The first in order that is back in time and finds a place in a batch."""
-        span = latest_s - now - agent.one_way_s
-        most = span * agent.plan.tokens_per_s  # of the longest sibling
+    def _in_order(self, agent: Agent, now: float, deadline: int) -> Group | None:
+        """The first that is back in time if the trainer never waits, and finds a place."""
+        latest_s = max(now, self._ready_s) + (deadline - self._step) * self._pace_s
+        most = (latest_s - now - agent.one_way_s) * agent.plan.tokens_per_s
         candidates = reversed(self._waiting) if self._order == "longest" else iter(self._waiting)
         for group in candidates:
             if group.longest > most:
@@ -362,17 +403,27 @@ class _Schedule:
                 return group
         return None
 
+    def _needed(self, agent: Agent, now: float, deadline: int) -> Group | None:
+        """The shortest, where the trainer waits for it anyhow and no agent has it back sooner."""
+        group = self._waiting[0]
+        back_s = agent.back_s(group, now, self._scenario)
+        sooner = any(
+            other.back_s(group, now, self._scenario) < back_s - TINY_S
+            for other in self._agents
+            if other.version + self._policy.lag + 1 >= self._step
+        )
+        return group if not sooner and self._has_place(deadline, back_s, now) else None
+
     def _has_place(self, deadline: int, back_s: float, now: float) -> bool:
         """Whether batches, earliest deadline first, can take all that is open and one more."""
-        last = max([deadline, *(entry[0] for entry in self._open)])
         open_ones = sorted([*self._open, (deadline, back_s)])
-        for step in range(self._step, last + 1):
-            begins_s = self._begins_s(step, now)
+        last = open_ones[-1][0]
+        for number, begins_s in enumerate(self._begin_times(open_ones, last, now)):
             left, room = [], self._policy.batch
             for entry in open_ones:
                 if room and entry[1] <= begins_s + TINY_S:
                     room -= 1
-                elif entry[0] <= step:
+                elif entry[0] <= self._step + number:
                     return False
                 else:
                     left.append(entry)

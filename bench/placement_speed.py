@@ -1,4 +1,5 @@
-"""How fast the simulator and the scheduler's core are, in events per second of CPU time.
+"""How fast the simulator and the scheduler's core are, in events per second of this process's CPU
+time, on one core.
 
 kernel events        everything: the kernel, the network, the codec and all cores
 no cores             the same without cores: two hosts that answer each other
@@ -6,6 +7,7 @@ scheduler core       alone, on the events that it got in that simulation, rows t
 decision             with many ready agents, everything that leads to an offer included
 """
 
+import math
 import random
 import time
 from typing import Any
@@ -44,6 +46,7 @@ from transport.messages import (
 )
 
 KERNEL_EVENTS_S, CORE_EVENTS_S = 100_000.0, 50_000.0
+CORE_RATIO = 0.4
 DECISION_S = 150e-6
 ECHOES = 100_000
 
@@ -69,35 +72,41 @@ def bare_rate() -> float:
     return kernel.events / (time.process_time() - began_s)
 
 
-def speed_rows(scenario: Scenario) -> list[Row]:
-    """Kernel events per second of CPU, and the scheduler core alone on the same events."""
-    simulation = Simulation(scenario, seed=0)
-    recorded: list[tuple[Event, float]] = []
-    simulation.scheduler.recorded = recorded
-    began_s = time.process_time()
-    result = simulation.run()
-    took_s = time.process_time() - began_s
-    core = SchedulerCore(
-        scenario.core_settings("finish-time"),
-        term=1,
-        rng=random.Random(0),
-        build="sim",
-    )
-    began_s = time.process_time()
-    for event, now in recorded:
-        core.handle(event, now)
-        core.take_changes()
-    alone_s = time.process_time() - began_s
-    kernel_rate, core_rate = result.events / took_s, len(recorded) / alone_s
+def speed_rows(scenario: Scenario, repeats: int = 1) -> list[Row]:
+    """Kernel events per second of CPU, and the scheduler core alone on the same events; the best of
+    ``repeats`` each, since others' work on the machine only ever makes them slower."""
+    took_s, alone_s = math.inf, math.inf
+    events = handled = 0
+    for _ in range(repeats):
+        simulation = Simulation(scenario, seed=0)
+        recorded: list[tuple[Event, float]] = []
+        simulation.scheduler.recorded = recorded
+        began_s = time.process_time()
+        result = simulation.run()
+        took_s = min(took_s, time.process_time() - began_s)
+        events, handled = result.events, len(recorded)
+        core = SchedulerCore(
+            scenario.core_settings("finish-time"),
+            term=1,
+            rng=random.Random(0),
+            build="sim",
+        )
+        began_s = time.process_time()
+        for event, now in recorded:
+            core.handle(event, now)
+            core.take_changes()
+        alone_s = min(alone_s, time.process_time() - began_s)
+    kernel_rate, core_rate = events / took_s, handled / alone_s
+    ratio = kernel_rate / core_rate
     return [
         Row(
             metric="kernel events, all cores' work in them",
             value=kernel_rate,
             unit="events/s of CPU",
-            reference="the scheduler's core alone",
-            ratio=kernel_rate / core_rate,
-            target=f">= {KERNEL_EVENTS_S:.0f}",
-            ok=kernel_rate >= KERNEL_EVENTS_S,
+            reference=f"the scheduler's core alone, {core_rate:.0f} events/s",
+            ratio=ratio,
+            target=f">= {KERNEL_EVENTS_S:.0f}, >= {CORE_RATIO} of the core's",
+            ok=kernel_rate >= KERNEL_EVENTS_S and ratio >= CORE_RATIO,
         ),
         Row(
             metric="kernel events, no cores: network and codec",
@@ -110,6 +119,11 @@ def speed_rows(scenario: Scenario) -> list[Row]:
             unit="events/s of CPU",
             target=f">= {CORE_EVENTS_S:.0f}",
             ok=core_rate >= CORE_EVENTS_S,
+        ),
+        Row(
+            metric="part of the simulation's CPU time that is the scheduler's core",
+            value=alone_s / took_s,
+            unit="share",
         ),
     ]
 

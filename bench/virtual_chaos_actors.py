@@ -15,7 +15,7 @@ from edge_agent.core import events as agent_on
 from sim.actors.agent import AgentActor
 from sim.actors.modelled import Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
-from sim.actors.services import TrajectoryLogActor, WeightStoreActor
+from sim.actors.services import ModelledVersion, TrajectoryLogActor, WeightStoreActor
 from sim.actors.trainer import TrainerActor
 from sim.fair_share import Pipe
 from sim.kernel import Kernel

@@ -1,5 +1,6 @@
 """The command line of the trainer daemon."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -20,6 +21,21 @@ def _load() -> "tuple[type[TrainerConfig], Serve[TrainerConfig]]":
     from cloud_trainer.daemon import run_daemon
 
     return TrainerConfig, run_daemon
+
+
+@trainer_group.command("numpy-model")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--parameters", type=click.IntRange(1, 10_000_000), default=4160, show_default=True
+)
+def numpy_model(folder: Path, seed: int, parameters: int) -> None:
+    """Write a new model FOLDER for trainer = "numpy": a bigram model of 64 tokens, for trials
+    without torch."""
+    from cloud_trainer.numpy_trainer import make_numpy_model
+
+    make_numpy_model(folder, seed=seed, parameters=parameters)
+    click.echo(folder)
 
 
 trainer_group.add_command(

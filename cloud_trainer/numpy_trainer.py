@@ -51,6 +51,18 @@ class NumpySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_grad_norm: Annotated[float, Meta(gt=0.0)] = 1.0
 
 
+_HOW = (
+    f'trainer = "numpy" learns its own small {MODEL_TYPE!r} models only: make one with '
+    '`farflow trainer numpy-model FOLDER`, or use trainer = "torch"'
+)
+
+
+class _AnyModel(msgspec.Struct, frozen=True):
+    """``config.json`` of any model."""
+
+    model_type: str = ""
+
+
 class NumpyModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``config.json`` of such a model; other keys are ignored."""
 
@@ -123,16 +135,15 @@ class NumpyTrainer:
         """See ``Trainer.load``."""
         path = folder / "config.json"
         try:
-            config = msgspec.json.decode(path.read_bytes(), type=NumpyModelConfig)
+            data = path.read_bytes()
+            kind = msgspec.json.decode(data, type=_AnyModel).model_type
+            if kind != MODEL_TYPE:  # before fields of ours are missed in another kind's file
+                raise ModelError(f"{path}: model_type is {kind!r}; {_HOW}")
+            config = msgspec.json.decode(data, type=NumpyModelConfig)
         except OSError as error:
-            raise ModelError(f"{path}: {error.strerror}") from error
+            raise ModelError(f"{path}: {error.strerror}; {_HOW}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ModelError(f"{path}: {error}") from error
-        if config.model_type != MODEL_TYPE:
-            raise ModelError(
-                f'{path}: model_type is {config.model_type!r}; trainer = "numpy" learns '
-                f'{MODEL_TYPE!r} only, use trainer = "torch"'
-            )
+            raise ModelError(f"{path}: {error}; {_HOW}") from error
         matrix = (config.vocab_size, config.hidden)
         shapes = dict(zip(_NAMES, ((config.vocab_size,), matrix, matrix), strict=True))
         tensors = read_model_folder(folder)

@@ -25,11 +25,12 @@ def load_keys(transport: TransportConfig, policy: str, *, link: str, signing: st
     """
     folder, name = Path(transport.keys), trainer_name(policy)
     signing_path = Path(signing) if signing else folder / "signing" / f"{name}.toml"
-    signer = SigningKey.load(signing_path)
+    made_with = f"farflow keys create FOLDER --trainer {policy}"
+    signer = SigningKey.load(signing_path, made_with)
     if signer.policy != policy:
         raise ConfigError(f"{signing_path}: signs for {signer.policy}, trainer.policy is {policy}")
     link_path = Path(link) if link else folder / f"{name}.toml"
-    pair = KeyPair.load(link_path)
+    pair = KeyPair.load(link_path, made_with)
     if pair.policy is None:
         raise ConfigError(
             f"{link_path}: is the key of {pair.role.value} {pair.name!r}, trainer.key needs the "

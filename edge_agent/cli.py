@@ -99,11 +99,16 @@ def drain(
     help="Gets agent.toml, keys/ and, later, what the agent keeps.",
 )
 @click.option("--name", default="", help="What to be called; the host's name by default.")
-def enrol(token_file: str, folder: Path, name: str) -> None:
+@click.option(
+    "--new-key",
+    is_flag=True,
+    help="Make another key in a folder that has one, as after `farflow keys revoke`.",
+)
+def enrol(token_file: str, folder: Path, name: str, new_key: bool) -> None:
     """Make a key for this box and let it in with a token.
 
     The key is made here and never leaves. Running it again goes on with an enrolment that was cut
-    off, and changes nothing once it is complete.
+    off; once it is complete, it asks the scheduler whether the key is let in and changes nothing.
     """
     import asyncio
 
@@ -117,7 +122,9 @@ def enrol(token_file: str, folder: Path, name: str) -> None:
     async def run() -> Enrolment:
         network = ZmqNetwork()
         try:
-            return await let_in(network, load_token(token_file), folder / "keys", name=name)
+            return await let_in(
+                network, load_token(token_file), folder / "keys", name=name, new_key=new_key
+            )
         finally:
             await network.close()
 

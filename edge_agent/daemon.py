@@ -134,7 +134,7 @@ def load_keys(transport: TransportConfig, path: str) -> tuple[KeyPair, PinnedSer
     """
     if not path:
         raise ConfigError("agent.key: name the agent's key file, as in keys/NAME.toml")
-    pair = KeyPair.load(Path(path))
+    pair = KeyPair.load(Path(path), "farflow agent enrol")
     if pair.role is not Role.AGENT:
         raise ConfigError(
             f"{path}: is the key of role {pair.role.value}, agent.key needs an agent's"

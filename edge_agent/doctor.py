@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from edge_agent.config import AgentConfig
 from edge_agent.daemon import load_keys
-from edge_agent.enrol import enrolled, enrolled_transport
+from edge_agent.enrol import (
+    enrolled,
+    enrolled_transport,
+    new_key_remedy,
+    refuses_key,
+    why_not_connected,
+)
 from transport.envelope import LIMITS, decode, encode
 from transport.errors import ConfigError, FarflowError, LinkError, ProtocolError, StoreError
 from transport.links import Link, Network, ServerKeys
@@ -221,13 +227,10 @@ class Doctor:
             key=self._key,
             server_key=self._server_keys,
         )
-        try:
-            async with asyncio.timeout(LINK_S):
-                await link.wait_connected()
-        except TimeoutError as error:
-            why = link.last_failure or "the handshake does not end"
-            if "refused our key" in why or "not authorised" in why:
-                remedy = "the key was revoked or never let in: enrol again with a new token"
+        why = await why_not_connected(link, LINK_S)
+        if why:
+            if refuses_key(why):
+                remedy = f"the key was revoked or never let in: {self._new_key_remedy()}"
             elif "server key" in why:
                 remedy = (
                     "the scheduler has another key than server.public.toml: copy the new one, or"
@@ -235,8 +238,13 @@ class Doctor:
                 )
             else:
                 remedy = "check that the port is farflow's control plane"
-            raise _Wrong(why, remedy) from error
+            raise _Wrong(why, remedy)
         return "encrypted, both keys proved"
+
+    def _new_key_remedy(self) -> str:
+        """Keys that were made on the cloud host have other files than enrolled ones."""
+        keys = Path(self._transport.keys)
+        return new_key_remedy(keys if (keys / "enrolment.toml").exists() else Path())
 
     async def _protocol(self) -> str:
         offsets: list[tuple[float, float]] = []

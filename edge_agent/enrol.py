@@ -7,6 +7,7 @@ file gets its final name last, so that where it is, everything else is.
 
     KEYS/agent.toml             secret  our key, once we are in
     KEYS/enrolling.toml         secret  the same before that
+    KEYS/agent.previous.toml    secret  the key before ``enrol --new-key``
     KEYS/server.public.toml     whom we talk to
     KEYS/root.public.toml       who certifies signers
     KEYS/signers/               signers that the owner of this box believes besides
@@ -41,6 +42,7 @@ from transport.permissions import may_send
 from transport.plane_links import bracketed
 from transport.runtime.files import atomic_write
 from transport.runtime.settings import TransportConfig
+from transport.server_keys import PinnedServerKeys
 from transport.token_files import Enrolment, TokenFile, load_token
 
 PLANE: Final = Plane.ENROLMENT
@@ -49,31 +51,90 @@ WAIT_S: Final = 60.0
 """How long ``farflow agent enrol`` tries."""
 AGAIN_S: Final = 2.0
 AGAIN_MAX_S: Final = 30.0
+SETTLE_S: Final = 2.0
+"""How long a refusal must last before it counts: the scheduler's planes read its folder of keys now
+and then, so a key that was let in a moment ago may still be new to them."""
+_LOOK_S: Final = 0.1
 
 KEY: Final = "agent.toml"
 _PENDING: Final = "enrolling.toml"
+_PREVIOUS: Final = "agent.previous.toml"
 _FACTS: Final = "enrolment.toml"
 _OPTIONS: Final = LinkOptions.for_plane(PLANE)
 _log = structlog.get_logger()
 
 
+class _Revoked(Exception):
+    """The key that asks was let in once and taken back."""
+
+
 async def enrol(
-    network: Network, token: TokenFile, keys: Path, *, name: str = "", wait_s: float = WAIT_S
+    network: Network,
+    token: TokenFile,
+    keys: Path,
+    *,
+    name: str = "",
+    wait_s: float = WAIT_S,
+    new_key: bool = False,
 ) -> Enrolment:
-    """Get the key in the folder ``keys`` let in, which is made when there is none; an enrolment
-    that is complete is only read. ``name`` is a wish, which a token with a prefix need not grant.
+    """Get the key in the folder ``keys`` let in, which is made when there is none. Of an enrolment
+    that is complete the scheduler is asked whether its key is (still) let in, unless ``new_key``
+    asks for another one, which takes its place once it is let in. ``name`` is a wish, which a token
+    with a prefix need not grant.
 
     Raises:
-        ConfigError: the token is refused, or the folder belongs to another deployment.
+        ConfigError: the token is refused, the key was revoked, or the folder belongs to another
+            deployment.
         PeerUnreachable: no answer within ``wait_s``.
     """
-    done = await asyncio.to_thread(enrolled, keys)
+    done = None if new_key else await asyncio.to_thread(enrolled, keys)
     if done is not None:
+        await _check_let_in(network, keys, done, wait_s)
         return done
-    pair = await asyncio.to_thread(_prepare, keys, token)
+    pair = await asyncio.to_thread(_prepare, keys, token, new_key)
     request = EnrolRequest(token=token.id, secret=token.secret, name=name or host_name())
-    reply = await _let_in(network, token, pair, request, wait_s)
+    try:
+        reply = await _let_in(network, token, pair, request, wait_s)
+    except _Revoked as error:
+        # It never comes back, so that a try with it would fail for good.
+        await asyncio.to_thread((keys / _PENDING).unlink, missing_ok=True)
+        raise ConfigError(
+            f"enrolment refused: enrol.key_revoked: the key of the last try was revoked; it is"
+            f" removed: {new_key_remedy(keys)}"
+        ) from error
+    except (ConfigError, PeerUnreachable) as error:
+        raise type(error)(f"{error}; {_kept(keys)}") from error
     return await asyncio.to_thread(_finish, keys, token, pair, reply)
+
+
+async def why_not_connected(link: Link, within_s: float) -> str:
+    """Wait for the link's first connection; "" once it is up, else why not. A refusal of our key is
+    believed after ``SETTLE_S``."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    while (spent_s := loop.time() - began_s) < within_s:
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                await link.wait_connected()
+                return ""
+        except TimeoutError:
+            if refuses_key(link.last_failure) and spent_s >= SETTLE_S:
+                break
+    return link.last_failure or "no answer"
+
+
+def refuses_key(why: str) -> bool:
+    """Whether a link's failure says that the hub does not know our key (any more)."""
+    return "refused our key" in why or "not authorised" in why
+
+
+def new_key_remedy(keys: Path) -> str:
+    """What to do on a box whose key in ``keys`` is not let in."""
+    token = "make a token on the cloud host (`farflow token create`), then here"  # noqa: S105
+    if keys.name != "keys":
+        return f"{token} `farflow agent enrol --token-file FILE` with a fresh --folder"
+    folder = keys.absolute().parent
+    return f"{token} `farflow agent enrol --new-key --token-file FILE --folder {folder}`"
 
 
 def enrolled(keys: Path) -> Enrolment | None:
@@ -164,7 +225,34 @@ def write_config(folder: Path, facts: Enrolment) -> Path:
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def _prepare(keys: Path, token: TokenFile) -> KeyPair:
+async def _check_let_in(network: Network, keys: Path, facts: Enrolment, wait_s: float) -> None:
+    """Raises as ``enrol`` unless the scheduler lets the folder's key in now."""
+    pair = await asyncio.to_thread(KeyPair.load, keys / KEY)
+    server_keys = await asyncio.to_thread(PinnedServerKeys, keys)
+    endpoint = f"tcp://{bracketed(facts.host)}:{facts.control_port}"
+    options = LinkOptions.for_plane(Plane.CONTROL)
+    link = network.link(endpoint, options, key=pair, server_key=server_keys)
+    try:
+        why = await why_not_connected(link, min(wait_s, ANSWER_S))
+    finally:
+        await link.close()
+    if refuses_key(why):
+        raise ConfigError(
+            f"{keys / KEY}: the scheduler does not let this key ({facts.name!r}) in, so it was"
+            f" revoked; {new_key_remedy(keys)}"
+        )
+    if why:
+        raise PeerUnreachable(
+            f"{keys} holds the key of {facts.name!r}, but whether it is let in is not known:"
+            f" scheduler at {endpoint}: {why}"
+        )
+
+
+def _kept(keys: Path) -> str:
+    return f"the key made for this stays in {keys / _PENDING}: the next try goes on with it"
+
+
+def _prepare(keys: Path, token: TokenFile, new_key: bool) -> KeyPair:
     """The key to be let in; blocks."""
     make_folder(keys, 0o700)
     make_folder(keys / "signers", 0o755)
@@ -173,7 +261,7 @@ def _prepare(keys: Path, token: TokenFile) -> KeyPair:
         raise ConfigError(
             f"{server}: is the key of another scheduler than the token's; enrol in a fresh folder"
         )
-    if (keys / KEY).exists():
+    if (keys / KEY).exists() and not new_key:
         raise ConfigError(f"{keys / KEY}: is a key from elsewhere; enrol in a fresh folder")
     pending = keys / _PENDING
     if not pending.exists():
@@ -197,6 +285,8 @@ async def _let_in(
                 answer = await _ask(link, request)
             if isinstance(answer, EnrolReply):
                 return answer
+            if answer.code == "enrol.key_revoked":
+                raise _Revoked(answer.message)
             if answer.retry_s is None:
                 raise ConfigError(f"enrolment refused: {answer.code}: {answer.message}")
             why, again_s = f"{answer.code}: {answer.message}", max(AGAIN_S, answer.retry_s)
@@ -260,6 +350,8 @@ def _finish(keys: Path, token: TokenFile, pair: KeyPair, reply: EnrolReply) -> E
         root = RootPublic(verify_key=reply.root_key) if reply.root_key else None
     except (ValueError, msgspec.ValidationError) as error:
         raise RemoteProtocolError(f"the scheduler's answer: {error}") from error
+    if (keys / KEY).exists():
+        os.replace(keys / KEY, keys / _PREVIOUS)
     atomic_write(keys / "server.public.toml", to_toml(server).encode())
     if root is not None:
         atomic_write(keys / "root.public.toml", to_toml(root).encode())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from farflow.connect import with_operator
-from farflow.options import as_operator, duration
+from farflow.options import as_operator, duration, json_option, say_done
 
 if TYPE_CHECKING:
     from scheduler.operator import Operator, Order
@@ -23,6 +23,7 @@ _reason = click.option("--reason", default="", metavar="TEXT", help="Shown with 
 )
 @_reason
 @as_operator
+@json_option
 def drain(
     agent: str,
     deadline: float,
@@ -30,71 +31,84 @@ def drain(
     files: tuple[Path, ...],
     overrides: tuple[str, ...],
     key: Path | None,
+    as_json: bool,
 ) -> None:
     """Let AGENT finish or hand back what it holds, and leave."""
-    _order(agent, "drain", files, overrides, key, deadline_s=deadline, reason=reason)
+    _order(agent, "drain", files, overrides, key, as_json, deadline_s=deadline, reason=reason)
 
 
 @click.command()
 @click.argument("agent")
 @_reason
 @as_operator
+@json_option
 def cordon(
     agent: str,
     reason: str,
     files: tuple[Path, ...],
     overrides: tuple[str, ...],
     key: Path | None,
+    as_json: bool,
 ) -> None:
     """Give AGENT no more work; it keeps what it has and stays."""
-    _order(agent, "cordon", files, overrides, key, reason=reason)
+    _order(agent, "cordon", files, overrides, key, as_json, reason=reason)
 
 
 @click.command()
 @click.argument("agent")
 @as_operator
+@json_option
 def uncordon(
-    agent: str, files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None
+    agent: str,
+    files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    key: Path | None,
+    as_json: bool,
 ) -> None:
     """Give a cordoned AGENT work again."""
-    _order(agent, "uncordon", files, overrides, key)
+    _order(agent, "uncordon", files, overrides, key, as_json)
 
 
 @click.command()
 @click.argument("agent")
 @_reason
 @as_operator
+@json_option
 def quarantine(
     agent: str,
     reason: str,
     files: tuple[Path, ...],
     overrides: tuple[str, ...],
     key: Path | None,
+    as_json: bool,
 ) -> None:
     """Exclude AGENT: no more work, until it is released."""
-    _order(agent, "quarantine", files, overrides, key, reason=reason)
+    _order(agent, "quarantine", files, overrides, key, as_json, reason=reason)
 
 
 @click.command()
 @click.argument("agent")
 @_reason
 @as_operator
+@json_option
 def release(
     agent: str,
     reason: str,
     files: tuple[Path, ...],
     overrides: tuple[str, ...],
     key: Path | None,
+    as_json: bool,
 ) -> None:
     """Take AGENT out of quarantine; the evidence against it is forgotten."""
-    _order(agent, "release", files, overrides, key, reason=reason)
+    _order(agent, "release", files, overrides, key, as_json, reason=reason)
 
 
 @click.command()
 @click.argument("agent")
-@click.option("--run", default="", metavar="RUN", help="Only lines about attempts of RUN.")
+@click.option("--run", default="", metavar="RUN", help="Only lines that name RUN.")
 @click.option("--lines", type=click.IntRange(1, 2000), default=200, show_default=True)
 @as_operator
+@json_option
 def logs(
     agent: str,
     run: str,
@@ -102,8 +116,12 @@ def logs(
     files: tuple[Path, ...],
     overrides: tuple[str, ...],
     key: Path | None,
+    as_json: bool,
 ) -> None:
-    """Show the last lines of AGENT's log, as JSON lines."""
+    """Show the last lines of AGENT's log, which are JSON objects.
+
+    What would steer a terminal is shown as a dot; --json prints the lines as they are.
+    """
 
     async def action(operator: "Operator") -> "AgentLogs":
         return await operator.agent_logs(agent, run=run, lines=lines)
@@ -111,7 +129,7 @@ def logs(
     from farflow.view import printable
 
     for line in with_operator(files, overrides, key, action).lines:
-        click.echo(printable(line))
+        click.echo(line if as_json else printable(line))
 
 
 def _order(
@@ -120,6 +138,7 @@ def _order(
     files: tuple[Path, ...],
     overrides: tuple[str, ...],
     key: Path | None,
+    as_json: bool,
     *,
     deadline_s: float = 0.0,
     reason: str = "",
@@ -128,4 +147,4 @@ def _order(
         return await operator.order(agent, order, deadline_s=deadline_s, reason=reason)
 
     said = with_operator(files, overrides, key, action)
-    click.echo(f"{order} {agent}: {said or 'accepted'}")
+    say_done(agent, order, said, as_json=as_json)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from farflow.connect import with_operator
-from farflow.options import FILE, config_option, key_option, set_option
+from farflow.options import FILE, config_option, json_option, key_option, say_done, set_option
 from transport.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,15 +63,20 @@ def up(
 @config_option
 @set_option
 @key_option
+@click.option("--all", "every", is_flag=True, help="Finished runs and gone agents in full, too.")
 @click.option("--json", "as_json", is_flag=True, help="The whole status as JSON.")
 def status(
-    files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None, as_json: bool
+    files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    key: Path | None,
+    every: bool,
+    as_json: bool,
 ) -> None:
     """Show what a scheduler and its agents are doing."""
     import msgspec
     from rich.console import Console
 
-    from farflow.view import PLAIN_WIDTH, accounting_table, counters_line, screen
+    from farflow.view import PLAIN_WIDTH, overview
 
     async def ask(operator: "Operator") -> Any:
         return await operator.status()
@@ -83,10 +88,7 @@ def status(
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
-    console.print(screen(found, {}, {}))
-    for run in found.runs:
-        console.print(accounting_table(run.accounting))
-    console.print(counters_line(found), style="dim", markup=False)
+    console.print(overview(found, every=every))
 
 
 @click.group("run")
@@ -99,8 +101,13 @@ def run_group() -> None:
 @config_option
 @set_option
 @key_option
+@json_option
 def run_submit(
-    file: Path, files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None
+    file: Path,
+    files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    key: Path | None,
+    as_json: bool,
 ) -> None:
     """Submit the run in FILE; submitting the same one again is harmless."""
     from farflow.run_file import RUN_TABLES, run_spec
@@ -113,14 +120,17 @@ def run_submit(
         return await operator.submit(spec)
 
     said = with_operator(files or (file,), overrides, key, submit)
-    click.echo(f"{spec.name}: {said}" if said else f"submitted {spec.name}")
+    if as_json:
+        say_done(spec.name, "submit", said, as_json=True)
+    else:
+        click.echo(f"{spec.name}: {said}" if said else f"submitted {spec.name}")
 
 
 @run_group.command("ls")
 @config_option
 @set_option
 @key_option
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON array.")
 def run_ls(
     files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None, as_json: bool
 ) -> None:
@@ -147,14 +157,19 @@ def _command(verb: Literal["pause", "resume", "stop", "abandon"], text: str) -> 
     @config_option
     @set_option
     @key_option
+    @json_option
     def command(
-        run: str, files: tuple[Path, ...], overrides: tuple[str, ...], key: Path | None
+        run: str,
+        files: tuple[Path, ...],
+        overrides: tuple[str, ...],
+        key: Path | None,
+        as_json: bool,
     ) -> None:
-        async def say(operator: "Operator") -> None:
-            await operator.command(run, verb)
+        async def say(operator: "Operator") -> str:
+            return await operator.command(run, verb)
 
-        with_operator(files, overrides, key, say)
-        click.echo(f"{verb} {run}: accepted")
+        said = with_operator(files, overrides, key, say)
+        say_done(run, verb, said, as_json=as_json)
 
 
 _command("pause", "Place no new jobs of RUN; what runs goes on.")

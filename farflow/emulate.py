@@ -25,7 +25,7 @@ from farflow.up import Options, prepare
 from farflow.up_config import up_config
 from scheduler.core.settings import PlacementName
 from scheduler.operator import Operator
-from sim.faults import Fault, agent_faults, link_faults
+from sim.faults import Fault, all_faults
 from sim.measures import Measures, measure
 from sim.scenario import Scenario
 from transport.errors import FarflowError, LinkError, ProcessFailed
@@ -225,16 +225,9 @@ class _Emulation:
         plans = scenario.fleet(self._seed)
         # Here a process takes the time to start that it takes.
         spec = msgspec.structs.replace(scenario.faults, agent_start_s=0.0)
-        names = [plan.name for plan in plans]
-        faults = agent_faults(spec, names, self._seed, scenario.limit_s)
         sites = [(plan.name, plan.site) for plan in plans]
-        faults += link_faults(spec, sites, self._seed, scenario.limit_s)
-        for name in scenario.faults.dead_trainers:
-            dies_s, down_s = scenario.faults.trainer_dies_s, scenario.faults.trainer_down_s
-            faults.append(Fault(dies_s, f"trainer-{name}", "crash"))
-            if down_s > 0.0:
-                faults.append(Fault(dies_s + down_s, f"trainer-{name}", "return"))
-        for fault in sorted(faults):
+        faults = all_faults(spec, sites, list(scenario.policies), self._seed, scenario.limit_s)
+        for fault in faults:
             await asyncio.sleep(max(0.0, self._began_s + fault.at_s - self._now()))
             self._do(fault)
 
@@ -252,6 +245,8 @@ class _Emulation:
                 self._deployment.command_link(fault.host, {"down": True})
             case "restore":
                 self._deployment.command_link(fault.host, {"up": True})
+            case "notice" | "slow" | "skew":
+                pass  # such scenarios are refused before anything starts
 
     def _note_returns(self, status: SchedulerStatus) -> None:
         ready = {agent.name for agent in status.agents if agent.state in ("ready", "joining")}

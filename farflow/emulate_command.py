@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from sim.cli import sim_group
+from sim.commands.options import load, set_option
 from transport.runtime.daemon_cli import foreseen_errors
 
 __all__ = ["emulate_command", "sim_group"]
@@ -26,6 +27,7 @@ __all__ = ["emulate_command", "sim_group"]
 )
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True)
 @click.option("--steps", type=click.IntRange(1, 10**6), help="Instead of the scenario's.")
+@set_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -38,6 +40,7 @@ def emulate_command(
     model: Path | None,
     seed: int,
     steps: int | None,
+    overrides: tuple[str, ...],
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -48,11 +51,10 @@ def emulate_command(
     import msgspec
 
     from farflow.emulate import Emulated, emulate
-    from sim.scenario import load_scenario
     from transport.errors import ConfigError
 
     with foreseen_errors("emulate"):
-        loaded = load_scenario(scenario)
+        loaded = load(scenario, overrides)
         if steps is not None:
             loaded = msgspec.structs.replace(loaded, steps=steps)
         if engine == "torch" and model is None:

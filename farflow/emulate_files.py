@@ -258,6 +258,12 @@ def _check_positions(model: Path, scenario: Scenario) -> None:
 
 
 def _refuse_what_is_not_emulated(scenario: Scenario) -> None:
+    if scenario.link_model == "tcp":
+        raise ConfigError(
+            "link_model: the emulator's links have no windows and no slow start, so tcp would not "
+            "be what runs; say link_model = proxy (--set link_model=proxy)"
+        )
+    faults, workload = scenario.faults, scenario.workload
     for key, is_set in (
         ("loss", any(scenario.loss.values()) or scenario.tcp.loss > 0.0),
         ("drift", bool(scenario.drift)),
@@ -266,6 +272,23 @@ def _refuse_what_is_not_emulated(scenario: Scenario) -> None:
         if is_set:
             raise ConfigError(
                 f"{key}: the emulator's links have no such thing; leave it out for `sim emulate`"
+            )
+    shapes = scenario.policies.items()
+    for key, is_set in (
+        ("faults.planned", bool(faults.planned)),
+        ("faults.preempt_mtbf_s", faults.preempt_mtbf_s > 0.0),
+        ("faults.slow_mtbf_s", faults.slow_mtbf_s > 0.0),
+        ("faults.clock_skew_s", faults.clock_skew_s > 0.0),
+        ("faults.agent_wiped_share", faults.agent_wiped_share > 0.0),
+        ("workload.lengths_file", bool(workload.lengths_file)),
+        ("workload.deltas_file", bool(workload.deltas_file)),
+        ("workload.turns", workload.turns != (1,)),
+        ("workload.train_cv", workload.train_cv > 0.0),
+        *((f"policies.{name}.train_cv", (shape.train_cv or 0.0) > 0.0) for name, shape in shapes),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{key}: is simulated only (`sim run`); leave it out for `sim emulate`"
             )
 
 

@@ -14,6 +14,7 @@ import click
 
 from farflow.connect import with_client, with_operator
 from farflow.options import FILE, as_operator, as_submitter, duration, json_option
+from farflow.words import counted
 from transport.errors import StoreError
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ def submit(
                             break
                 await client.page(last, limit=1)  # confirms what was shown
         except TimeoutError:
-            click.echo(f"{len(wanted)} jobs have no result after {timeout:g} s", err=True)
+            without = counted(len(wanted), "job")
+            click.echo(f"{without} without a result after {timeout:g} s", err=True)
             return False
         if wanted:
             click.echo(f"{len(wanted)} jobs had ended before, and were confirmed", err=True)
@@ -154,7 +156,8 @@ def results(
         shown = page.results[-1].number if page.results else after
         more = ", more with --after" if shown < page.last else ""
         click.echo(
-            f"{len(page.results)} results{more}, {page.open_jobs} jobs open; "
+            f"{counted(len(page.results), 'result')}{more}, "
+            f"{counted(page.open_jobs, 'job')} open; "
             f"--after {shown} confirms these",
             err=True,
         )
@@ -230,7 +233,8 @@ async def _say_result(
     mean = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else (result.code or "-")
     click.echo(
         f"{result.number}\t{result.run}\t{result.id}\t{result.state}\t{mean}\t"
-        f"{sum(result.lengths)} tokens\t{result.attempts} attempts\t{result.agent or '-'}"
+        f"{counted(sum(result.lengths), 'token')}\t{counted(result.attempts, 'attempt')}\t"
+        f"{result.agent or '-'}"
     )
 
 
@@ -277,7 +281,8 @@ def dead_ls(
             click.echo(msgspec.json.encode(letter))
         else:
             prompt = " ".join(letter.prompt.split())[:60]
-            line = f"{letter.job}\t{len(letter.attempts)} attempts\t{letter.reason}\t{prompt}"
+            tries = counted(len(letter.attempts), "attempt")
+            line = f"{letter.job}\t{tries}\t{letter.reason}\t{prompt}"
             click.echo(printable(line))
     if not letters:
         click.echo("no dead letters", err=True)

@@ -82,7 +82,7 @@ def keys_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) 
     folder = _existing(files, overrides)
     rows = []
     for state in ("authorized", "revoked"):
-        entries, warnings = read_authorized(folder / state)
+        entries, warnings = read_authorized(folder / state, any_file_name=state == "revoked")
         for warning in warnings if state == "authorized" else ():
             click.echo(f"warning: {warning}", err=True)
         rows += [
@@ -109,7 +109,8 @@ def keys_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) 
 def keys_revoke(name: str, files: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
     """Refuse the key of NAME from now on and close its connections, within about a second.
 
-    Its public half moves to revoked/, and no token lets it in again.
+    Its public half moves to revoked/, and no token lets it in again. Its name may be given to a new
+    key.
     """
     from scheduler.tokens import revoke_key
 
@@ -127,22 +128,25 @@ def keys_revoke(name: str, files: tuple[Path, ...], overrides: tuple[str, ...]) 
 @set_option
 @click.option("--finish", is_flag=True, help="Make the next key the present one.")
 @click.option("--abandon", is_flag=True, help="Forget the next key.")
+@click.option("--status", is_flag=True, help="Say how many connected agents know the next key.")
 def keys_rotate_server(
-    files: tuple[Path, ...], overrides: tuple[str, ...], finish: bool, abandon: bool
+    files: tuple[Path, ...], overrides: tuple[str, ...], finish: bool, abandon: bool, status: bool
 ) -> None:
     """Change the server's key, in two steps with time in between.
 
     The first makes the next key, which the running scheduler tells its agents (signed by the root
-    key); they believe both from then on. Wait until every agent has been connected since. Then
-    --finish and restart the scheduler. Agents that were away meanwhile need the new
+    key); they believe both from then on. Wait until every agent has been connected since (--status
+    counts those that are connected). Then --finish and restart the scheduler. Agents that were away meanwhile need the new
     server.public.toml, and open tokens must be made again.
     """
     from transport.server_rotation import abandon_rotation, begin_rotation, finish_rotation
 
-    if finish and abandon:
-        raise click.UsageError("--finish or --abandon, not both")
+    if finish + abandon + status > 1:
+        raise click.UsageError("one of --finish, --abandon and --status")
     folder = _existing(files, overrides)
-    if finish:
+    if status:
+        click.echo(_rotation(folder, files, overrides))
+    elif finish:
         key = finish_rotation(folder)
         click.echo(f"server key is {key}; restart the scheduler now")
     elif abandon:
@@ -152,6 +156,22 @@ def keys_rotate_server(
         key = begin_rotation(folder)
         click.echo(f"next server key is {key}; agents that are connected learn it within seconds")
         click.echo("later: farflow keys rotate-server --finish, and restart the scheduler")
+
+
+def _rotation(folder: Path, files: tuple[Path, ...], overrides: tuple[str, ...]) -> str:
+    """How far a change of the server's key is; asks the running scheduler during one."""
+    from farflow.connect import with_operator
+    from transport.server_keys import FOLLOWING
+
+    if not (folder / FOLLOWING).exists():
+        return "no change of the server's key is under way"
+    counters = with_operator(files, overrides, None, lambda operator: operator.status()).counters
+    told = counters.get("control.server_key.told_next")
+    missing = counters.get("control.server_key.not_told_next", 0)
+    if told is None:
+        return "the scheduler has not seen the next key yet; ask again in a few seconds"
+    text = f"of {told + missing} connected agents {told} were told the next key"
+    return text + ("; wait for the others" if missing else "; those that are away were not counted")
 
 
 def _existing(files: tuple[Path, ...], overrides: tuple[str, ...]) -> Path:

@@ -1,5 +1,6 @@
 """Command line options that several commands of ``farflow`` share."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +41,14 @@ submitter_key_option = click.option(
     help="Submitter key; the default is submitter.toml in transport.keys.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+
+
+def say_done(subject: str, verb: str, said: str, *, as_json: bool) -> None:
+    """One line about a command that the scheduler took; ``said`` is what it adds, if anything."""
+    if as_json:
+        click.echo(json.dumps({"command": verb, "subject": subject, "message": said}))
+    else:
+        click.echo(f"{verb} {subject}: {said or 'accepted'}")
 
 
 def duration(value: str | float) -> float:

@@ -7,11 +7,13 @@ Pure functions of a ``SchedulerStatus``; nothing here asks anybody for anything.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
+import msgspec
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from farflow.words import counted
 from transport.ids import policy_name
 from transport.status import (
     AccountingRow,
@@ -27,6 +29,9 @@ from transport.status import (
 
 PLAIN_WIDTH = 160
 """Columns of tables that go to a file or pipe, which has no width of its own."""
+
+SHOWN_OVER = 5
+"""How many finished runs, and how many agents that left, have a line in ``farflow status``."""
 
 MAX_HARDWARE = 24
 """Characters of it in a table."""
@@ -117,8 +122,8 @@ def policy_table(run: RunStatus, rewards: Mapping[str, Sequence[float]]) -> Tabl
 def _run_facts(run: RunStatus) -> list[str]:
     """What a run costs and what waits in it, where there is any."""
     facts = [f"{run.cost_usd:.2f} USD"] if run.cost_usd else []
-    facts += [f"{run.external_open} jobs of others"] if run.external_open else []
-    facts += [f"{run.dead_letters} dead letters"] if run.dead_letters else []
+    facts += [f"{counted(run.external_open, 'job')} of others"] if run.external_open else []
+    facts += [counted(run.dead_letters, "dead letter")] if run.dead_letters else []
     facts += [f"tenant {run.tenant}"] if run.tenant else []
     return facts
 
@@ -131,7 +136,8 @@ def agent_state(agent: AgentStatus) -> str:
 
 
 def agent_table(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> Table:
-    """One row per agent; ``rates`` holds tokens per second by agent name."""
+    """One row per agent; ``rates`` holds measured tokens per second by agent name, where they are
+    missing ``token_rate`` is shown."""
     priced = any(agent.price_usd_hour for agent in agents)
     table = new_table("agents")
     for column in (
@@ -159,7 +165,7 @@ def agent_table(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> Ta
             *((f"{agent.price_usd_hour:.2f}",) if priced else ()),
             "-" if agent.rtt_s is None else f"{1000 * agent.rtt_s:.0f} ms",
             clock_text(agent.clock_offset_s),
-            f"{rates.get(agent.name, 0.0):.0f}",
+            f"{rates.get(agent.name, token_rate(agent)):.0f}",
             f"{agent.running_sequences}/{agent.slots}",
             str(agent.leases),
             str(agent.groups_done),
@@ -168,6 +174,11 @@ def agent_table(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> Ta
             human_bytes(agent.bytes_down),
         )
     return table
+
+
+def token_rate(agent: AgentStatus) -> float:
+    """Tokens per second of all slots that are in use, from the learnt rate of one."""
+    return (agent.rate_tokens_s or 0.0) * agent.running_sequences
 
 
 def clock_text(offset_s: float | None) -> str:
@@ -187,20 +198,28 @@ def alert_lines(alerts: Sequence[Alert], agents: Sequence[AgentStatus]) -> list[
     return lines
 
 
+_BINDS = {
+    "training": ", training sets the pace",
+    "links": ", the links set the pace",
+    "staleness": ", the lag bound sets the pace",
+}
+
+
 def demand_lines(demand: Sequence[DemandStatus]) -> list[str]:
     """What more slots would bring each run, or why nothing."""
     return [
-        f"{one.run}: {one.more_slots} more slots ({one.hardware or 'any hardware'}) would raise "
+        f"{one.run}: {counted(one.more_slots, 'more slot')} ({one.hardware or 'any hardware'})"
+        " would raise "
         f"{one.steps_hour:.1f} steps/hour to {one.steps_hour_with:.1f}: {one.reason}"
         if one.more_slots
-        else f"{one.run}: no more slots wanted, {one.binds} binds: {one.reason}"
+        else f"{one.run}: more slots would not help{_BINDS.get(one.binds, '')}: {one.reason}"
         for one in demand
     ]
 
 
-def accounting_table(rows: Sequence[AccountingRow]) -> Table:
+def accounting_table(rows: Sequence[AccountingRow], run: str = "") -> Table:
     """Where every (group, policy) went; the last column says whether the row balances."""
-    table = new_table("accounting")
+    table = new_table(f"accounting of run {run}" if run else "accounting")
     table.add_column("policy")
     table.add_column("kind")
     used = [s for s in get_args(CopyState) if any(getattr(row, s) for row in rows)]
@@ -235,6 +254,43 @@ def screen(
     return Group(*parts)
 
 
+def overview(status: SchedulerStatus, *, every: bool = False) -> RenderableType:
+    """What ``farflow status`` prints: as ``screen``, with accounting and counters. Of what is over
+    (finished runs, agents that said goodbye) only the latest few have a line, unless ``every``."""
+    live, over = list(status.runs), []
+    here, gone = list(status.agents), []
+    if not every:
+        live = [run for run in status.runs if run.state != "finished"]
+        over = [run for run in status.runs if run.state == "finished"]
+        here = [agent for agent in status.agents if agent.state != "gone"]
+        gone = [agent for agent in status.agents if agent.state == "gone"]
+    shown = msgspec.structs.replace(status, runs=tuple(live), agents=tuple(here))
+    parts: list[RenderableType] = [screen(shown, {}, {})]
+    parts += [accounting_table(run.accounting, run.name) for run in live if run.accounting]
+    parts += [Text(_finished_line(run)) for run in over[-SHOWN_OVER:]]
+    parts += [Text(_gone_line(agent)) for agent in gone[:SHOWN_OVER]]
+    hidden = [
+        counted(len(found) - SHOWN_OVER, what)
+        for found, what in ((over, "finished run"), (gone, "gone agent"))
+        if len(found) > SHOWN_OVER
+    ]
+    if hidden:
+        parts.append(Text(f"not shown: {', '.join(hidden)}; --all shows them", style="dim"))
+    parts.append(Text(counters_line(status), style="dim"))
+    return Group(*parts)
+
+
+def _finished_line(run: RunStatus) -> str:
+    steps = ", ".join(f"{policy_name(p.policy)} {p.step}/{p.steps}" for p in run.policies)
+    off = [row for row in run.accounting if row.balance]
+    books = f" · accounting off by {off[0].balance}" if off else ""
+    return printable(f"run {run.name} · finished ({run.reason}) · {steps}{books}")
+
+
+def _gone_line(agent: AgentStatus) -> str:
+    return f"agent {agent.name} · gone · {counted(agent.groups_done, 'group')} done"
+
+
 def counters_line(status: SchedulerStatus) -> str:
     """How often which thing happened in the scheduler, as names and numbers."""
     return "counters: " + ", ".join(f"{k} {v}" for k, v in sorted(status.counters.items()) if v)
@@ -265,7 +321,8 @@ def agents_line(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> st
         rtt = "-" if agent.rtt_s is None else f"{1000 * agent.rtt_s:.0f} ms"
         newest = max(agent.versions.values(), default=None)
         parts.append(
-            f"{agent.name} {agent_state(agent)} rtt {rtt} {rates.get(agent.name, 0.0):.0f} tok/s "
+            f"{agent.name} {agent_state(agent)} rtt {rtt} "
+            f"{rates.get(agent.name, token_rate(agent)):.0f} tok/s "
             f"{agent.running_sequences}/{agent.slots} slots "
             f"v{'-' if newest is None else newest}"
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from farflow.options import FILE, config_option, set_option
+from farflow.words import counted
 from transport.errors import ConfigError, FarflowError, StoreError
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def weights_group() -> None:
 
 
 @weights_group.command("ls")
+@click.argument("policy", required=False)
+@click.option("--all", "every", is_flag=True, help="Every version there ever was.")
 @config_option
 @set_option
 @_store
@@ -45,37 +48,47 @@ def weights_group() -> None:
 )
 @_json
 def weights_ls(
+    policy: str | None,
+    every: bool,
     files: tuple[Path, ...],
     overrides: tuple[str, ...],
     store: Path | None,
     key: Path | None,
     as_json: bool,
 ) -> None:
-    """List the versions of every policy, and who holds them.
+    """List the versions of every policy, or of POLICY, and who holds them.
+
+    Of each policy the last 20, the older ones that the store has full weights of, and those that
+    an agent holds; --all shows every one, as --json does.
 
     Smaller: full weights over delta, by size. Also: what the store has of the version beside the
     trainer's delta, "snapshot" for full weights, "from 0" for a delta from version 0. Who holds
     what is asked of the running scheduler, if there is one and the operator key is here.
     """
-    from farflow.weights_view import held_by, print_rows, status_rows, store_rows
+    from farflow.weights_view import held_by, print_rows, recent_rows, status_rows, store_rows
     from transport.runtime.clock import SystemClock
 
     config = _load(files, overrides)
     status = _ask(config, key)
+    reader = None
     try:
-        shelves = _reader(config, store).shelves()
+        reader = _reader(config, store)
+        shelves = [reader.shelf(policy)] if policy else reader.shelves()
     except StoreError:
-        if status is None or store is not None:
+        if reader is not None or status is None or store is not None:
             raise
         shelves = []  # the store is on the scheduler's host
     holders, now_s = held_by(status), SystemClock().wall_s()
     rows = [row for shelf in shelves for row in store_rows(shelf, holders, now_s)]
     if not shelves and status is not None:
-        rows = status_rows(status, holders)
+        rows = [row for row in status_rows(status, holders) if policy in (None, row["policy"])]
     if as_json:
         click.echo(json.dumps(rows))
         return
-    print_rows(rows)
+    shown = rows if every else recent_rows(rows)
+    print_rows(shown)
+    if len(shown) < len(rows):
+        click.echo(f"{counted(len(rows) - len(shown), 'older version')} not shown; see --all")
 
 
 @weights_group.command("show")
@@ -198,9 +211,9 @@ def weights_verify(
         for found in verdicts:
             size = human_bytes(found.file_bytes)
             click.echo(
-                f"{found.policy}\t{_count(found.versions, 'version')}, {found.replayed} replayed, "
-                f"{found.not_kept} no longer kept; {_count(found.snapshots, 'snapshot')}, "
-                f"{_count(found.composites, 'composite')}; {_count(found.files, 'file')}, {size}"
+                f"{found.policy}\t{counted(found.versions, 'version')}, {found.replayed} replayed, "
+                f"{found.not_kept} no longer kept; {counted(found.snapshots, 'snapshot')}, "
+                f"{counted(found.composites, 'composite')}; {counted(found.files, 'file')}, {size}"
             )
         for line in damage:
             click.echo(f"damaged\t{line}")
@@ -262,10 +275,6 @@ def _reader(config: "SchedulerConfig", store: Path | None) -> "StoreReader":
             "weight-store, with --store FOLDER, or the scheduler's settings with --config FILE"
         )
     return StoreReader(folder)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _ask(config: "SchedulerConfig", key: Path | None) -> "SchedulerStatus | None":

@@ -1,6 +1,7 @@
 """What ``farflow weights ls`` shows: one row per version, from the store's folder and from what the
 scheduler says of its agents."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,11 +9,13 @@ import click
 from rich.console import Console
 
 from farflow.view import PLAIN_WIDTH, human_bytes, new_table
+from farflow.words import human_age
 
 if TYPE_CHECKING:
     from scheduler.weight_reading import PolicyShelf
     from transport.status import SchedulerStatus
 
+SHOWN_VERSIONS = 20
 Holders = Mapping[tuple[str, int], Sequence[str]]
 
 
@@ -81,6 +84,19 @@ def status_rows(status: "SchedulerStatus", holders: Holders) -> list[dict[str, A
     return rows
 
 
+def recent_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last ``SHOWN_VERSIONS`` of each policy, and the older ones that the store has full
+    weights of or that an agent holds; ``rows`` are by number."""
+    left = Counter(row["policy"] for row in rows)
+    found = []
+    for row in rows:
+        recent = left[row["policy"]] <= SHOWN_VERSIONS
+        left[row["policy"]] -= 1
+        if recent or (row["snapshot"]) or row["held_by"]:
+            found.append(row)
+    return found
+
+
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """A table for each policy."""
     if not rows:
@@ -109,7 +125,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         "-" if row["delta_bytes"] is None else human_bytes(row["delta_bytes"]),
         "-" if row["ratio"] is None else f"{row['ratio']:.1f} x",
         ", ".join(also),
-        "-" if row["age_s"] is None else _age(row["age_s"]),
+        "-" if row["age_s"] is None else human_age(row["age_s"]),
         ", ".join(row["held_by"]),
     ]
 
@@ -118,10 +134,3 @@ def print_fields(fields: Mapping[str, Any]) -> None:
     """One line each: name, tab, value."""
     for name, value in fields.items():
         click.echo(f"{name}\t{'-' if value is None else value}")
-
-
-def _age(seconds: float) -> str:
-    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length_s:
-            return f"{seconds / length_s:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -59,6 +59,8 @@ class ControlPlane:
         self._hub = hub
         self._clock = clock
         self._speakers = Speakers()
+        self._told: dict[str, str] = {}
+        """The next server key that each agent was told last."""
         self._hosted: dict[str, tuple[str, ...]] = {}
         self.book: SignerBook | None = None
         """Whose certificates agents are to be told."""
@@ -89,6 +91,7 @@ class ControlPlane:
             self._routes[peer.name] = route
             self._features[peer.name] = frozenset(message.features)
         elif isinstance(message, Probe):
+            self.counters["probes"] += 1
             self._hub.send(route, self._probed(peer.name, message))
             return None
         elif self._routes.get(peer.name) != route:
@@ -177,8 +180,22 @@ class ControlPlane:
         route = self._routes.get(peer)
         if self.book is None or self.book.following is None or route is None:
             return
-        if peer in self._speakers:
-            self._hub.send(route, self.book.following)
+        if peer in self._speakers and self._hub.send(route, self.book.following):
+            self._told[peer] = self.book.following.public_key
+
+    def next_key_counts(self) -> dict[str, int]:
+        """During a change of the server's key: how many agents that are connected were told the
+        next one, and how many were not."""
+        if self.book is None or self.book.following is None:
+            return {}
+        key = self.book.following.public_key
+        here = [
+            name
+            for name in self._speakers.names()
+            if name in self._routes and self._hub.reachable(self._routes[name])
+        ]
+        told = sum(self._told.get(name) == key for name in here)
+        return {"server_key.told_next": told, "server_key.not_told_next": len(here) - told}
 
     def _probed(self, name: str, probe: Probe) -> ProbeReply:
         now_s = self._clock.wall_s()
@@ -203,7 +220,7 @@ class ControlPlane:
 
     def _wire_counters(self) -> dict[str, int]:
         """What was turned away before it became an event, and what could not be sent."""
-        found = {**self._hub.counters, **self.counters}
+        found = {**self._hub.counters, **self.counters, **self.next_key_counts()}
         return {f"control.{name}": found[name] for name in sorted(found)}
 
     def _request(self, route: bytes, name: str, message: Message) -> FromOperator:

@@ -86,9 +86,10 @@ class Operator:
 
     async def command(
         self, run: str, command: Literal["pause", "resume", "stop", "abandon"]
-    ) -> None:
-        """Pause, resume or stop a run."""
-        await self._command(RunCommand(run=run, command=command))
+    ) -> str:
+        """Pause, resume or stop a run. Returns what the scheduler adds to its yes: "" when it
+        changed something, else why there was nothing to do."""
+        return await self._command(RunCommand(run=run, command=command))
 
     # ---- looking -----------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from msgspec import Meta
 
 from transport.errors import ConfigError, StoreError
 from transport.ids import is_name
-from transport.key_files import load_toml, make_folder, to_toml, write_new
+from transport.key_files import files_with, load_toml, make_folder, to_toml, write_new
 from transport.keys import SERVICES, PublicKey
 from transport.messages import Role
 from transport.runtime.files import FolderLock, atomic_write, fsync_dir, lock_folder, read_limited
@@ -38,6 +38,8 @@ from transport.runtime.files import FolderLock, atomic_write, fsync_dir, lock_fo
 MAX_USES: Final = 10_000
 SECRET_BYTES: Final = 32
 LOCK_S: Final = 5.0
+REPEAT_S: Final = 60.0
+"""How long a used-up token is answered on: as long as an agent's command tries."""
 _ID_BYTES: Final = 8
 _MAX_FILE_BYTES: Final = 4 * 2**20
 _LOCK_AGAIN_S: Final = 0.02
@@ -158,11 +160,11 @@ class TokenStore:
         return sorted(found, key=lambda token: (token.created_s, token.id))
 
     def any_open(self, wall_s: float) -> bool:
-        """Whether some token may still be answered (a used-up one repeats its answers)."""
+        """Whether some token still lets a key in, or did so less than ``REPEAT_S`` ago, so that an
+        answer that was lost on its way can be asked for again."""
         seen = self._fingerprint()
         if seen != self._seen:
-            live = [token.expires_s for token in self.all() if not token.revoked]
-            self._open_until_s = max(live, default=0.0)
+            self._open_until_s = max((_open_until_s(one) for one in self.all()), default=0.0)
             self._seen = seen
         return wall_s < self._open_until_s
 
@@ -280,13 +282,14 @@ class TokenStore:
         while True:
             name = f"{token.name_prefix}{token.next_number}"
             token.next_number += 1
-            if not self._taken(name) and name not in _RESERVED:
+            # Counting on past revoked names keeps the boxes of one image apart in logs.
+            revoked = (self._revoked / f"{name}.toml").exists()
+            if not (revoked or self._taken(name)) and name not in _RESERVED:
                 return name
 
     def _taken(self, name: str) -> bool:
-        return any(
-            (folder / f"{name}.toml").exists() for folder in (self._authorized, self._revoked)
-        )
+        """A revoked key's name is free for another key."""
+        return (self._authorized / f"{name}.toml").exists()
 
     def _is_revoked(self, public_key: str) -> bool:
         return _owner_in(self._revoked, public_key) is not None
@@ -357,7 +360,7 @@ def revoke_key(keys: Path, name: str) -> PublicKey:
     make_folder(keys / "revoked", 0o755)
     kept = keys / "revoked" / f"{name}.toml"
     number = 1
-    while kept.exists():  # the name was given anew by hand and is revoked again
+    while kept.exists():  # the name was given to another key, which is revoked now
         number += 1
         kept = keys / "revoked" / f"{name}.{number}.toml"
     try:
@@ -370,20 +373,19 @@ def revoke_key(keys: Path, name: str) -> PublicKey:
 
 
 def _owner_in(folder: Path, public_key: str) -> PublicKey | None:
-    """Whose key it is; a search by text first, since a fleet's folder holds thousands of files."""
-    wanted = f'"{public_key}"'
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        for entry in entries:
-            if not entry.name.endswith(".toml"):
-                continue
-            try:
-                with open(entry.path, "rb") as file:
-                    text = file.read(4096)
-                if wanted.encode() in text:
-                    return load_toml(Path(entry.path), PublicKey)
-            except (OSError, ConfigError):
-                continue
+    """Whose key it is."""
+    for path in files_with(folder, public_key):
+        with contextlib.suppress(ConfigError):
+            return load_toml(path, PublicKey)
     return None
+
+
+def _open_until_s(token: Token) -> float:
+    if token.revoked:
+        return 0.0
+    if len(token.uses) < token.max_uses:
+        return token.expires_s
+    return min(token.expires_s, max(use.at_s for use in token.uses) + REPEAT_S)
 
 
 def _digest(secret: str) -> str:
@@ -392,5 +394,6 @@ def _digest(secret: str) -> str:
 
 _REVOKED = Refused(
     "enrol.key_revoked",
-    "this key was revoked: remove the agent's key file and enrol with a new token",
+    "this key was revoked and stays out: make a new token (`farflow token create`) and a new key in"
+    " the same folder with `farflow agent enrol --new-key`; it may have the same name",
 )

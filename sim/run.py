@@ -18,14 +18,14 @@ from sim.actors.scheduler import SchedulerActor
 from sim.actors.services import ModelledVersion, TrajectoryLogActor, WeightStoreActor
 from sim.actors.trainer import TrainerActor
 from sim.fair_share import Pipe
-from sim.faults import Fault, agent_faults, link_faults
+from sim.faults import Fault, all_faults
 from sim.kernel import History, Kernel
 from sim.ledger import Ledger, Step
 from sim.measures import Measures, measure
 from sim.network import Host, Network
 from sim.recording import AgentFacts, Recorder, Recording
-from sim.scenario import RUN, AgentPlan, Scenario
-from sim.workload import Draws, make_digest
+from sim.scenario import RUN, AgentPlan, PolicyShape, Scenario
+from sim.workload import Draws, Steps, make_digest
 from transport.errors import ConfigError
 from transport.ids import policy_id
 from transport.status import AccountingRow
@@ -112,7 +112,10 @@ class Simulation:
         self.log = TrajectoryLogActor(
             kernel=self.kernel, network=self.network, workload=workload, ledger=self.ledger
         )
-        self.store = WeightStoreActor(kernel=self.kernel, network=self.network, workload=workload)
+        self._steps = Steps(workload)
+        self.store = WeightStoreActor(
+            kernel=self.kernel, network=self.network, workload=workload, deltas=self._steps
+        )
         for name, receive in (
             (SCHEDULER, self.scheduler.receive),
             (LOG, self.log.receive),
@@ -120,8 +123,7 @@ class Simulation:
         ):
             self.network.add(name, scenario.cloud, *self._nic, receive)
         self.trainers = {
-            name: self._trainer(name, shape.train_s, check)
-            for name, shape in scenario.policies.items()
+            name: self._trainer(name, shape, check) for name, shape in scenario.policies.items()
         }
         self.agents = {
             plan.name: self._agent(index, check) for index, plan in enumerate(self.plans)
@@ -151,7 +153,11 @@ class Simulation:
         for trainer in self.trainers.values():
             self.kernel.at(0.0, trainer.start)
         faults = self._faults() if self._planned is None else self._planned
-        first = {fault.host: fault.what for fault in reversed(faults)}
+        lives = ("crash", "return")
+        first = {fault.host: fault.what for fault in reversed(faults) if fault.what in lives}
+        for fault in faults:
+            if fault.what == "skew" and fault.at_s <= 0.0:
+                self._fault(fault)  # before anybody looks at a clock
         for number, agent in enumerate(self.agents.values()):
             if first.get(agent.name) != "return":
                 self.kernel.at(0.001 * number, agent.start)
@@ -207,7 +213,7 @@ class Simulation:
 
     # ---- building ------------------------------------------------------------------------------
 
-    def _trainer(self, name: str, train_s: float | None, check: bool) -> TrainerActor:
+    def _trainer(self, name: str, shape: PolicyShape, check: bool) -> TrainerActor:
         workload = self.scenario.workload
         actor = TrainerActor(
             f"trainer-{name}",
@@ -216,7 +222,10 @@ class Simulation:
             network=self.network,
             workload=workload,
             ledger=self.ledger,
-            train_s=workload.train_s if train_s is None else train_s,
+            train_s=workload.train_s if shape.train_s is None else shape.train_s,
+            train_cv=workload.train_cv if shape.train_cv is None else shape.train_cv,
+            seed=self.seed,
+            deltas=self._steps,
             check=check,
         )
         self.network.add(actor.name, self.scenario.cloud, *self._nic, actor.receive)
@@ -286,16 +295,11 @@ class Simulation:
         )
 
     def _faults(self) -> list[Fault]:
-        spec = self.scenario.faults
-        faults = agent_faults(spec, list(self.agents), self.seed, self.scenario.limit_s)
         places = [(plan.name, plan.site) for plan in self.plans]
-        faults += link_faults(spec, places, self.seed, self.scenario.limit_s)
-        for name in spec.dead_trainers:
-            faults.append(Fault(spec.trainer_dies_s, f"trainer-{name}", "crash"))
-            if spec.trainer_down_s > 0.0:
-                back_s = spec.trainer_dies_s + spec.trainer_down_s
-                faults.append(Fault(back_s, f"trainer-{name}", "return"))
-        return sorted(faults)
+        scenario = self.scenario
+        return all_faults(
+            scenario.faults, places, list(scenario.policies), self.seed, scenario.limit_s
+        )
 
     def _fault(self, fault: Fault) -> None:
         actors: dict[str, AgentActor | TrainerActor] = {
@@ -303,19 +307,9 @@ class Simulation:
             **{trainer.name: trainer for trainer in self.trainers.values()},
         }
         actor = actors[fault.host]
-        match fault.what:
-            case "crash" if actor.alive:
-                actor.crash()
-            case "return" if not actor.alive:
-                actor.start()
-            case "cut":
-                self.network.cut(fault.host)
-            case "restore":
-                self.network.cut(fault.host, is_cut=False)
-                if isinstance(actor, AgentActor):
-                    actor.link_up()
-            case _:
-                pass
+        if fault.what in ("cut", "restore"):
+            self.network.cut(fault.host, is_cut=fault.what == "cut")
+        actor.strike(fault)
 
     # ---- the end -------------------------------------------------------------------------------
 

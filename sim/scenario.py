@@ -16,7 +16,7 @@ from sim.fair_share import UNLIMITED
 from sim.faults import FaultSpec
 from sim.links import LinkKeys, link_rate
 from sim.topology import Topology, load_regions, star
-from sim.workload import Workload
+from sim.workload import Seconds, Spread, Workload
 from transport.errors import ConfigError
 from transport.runs import PolicySpec, RunSpec, TaskSpec, WorkflowSpec
 
@@ -50,11 +50,12 @@ class AgentsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PolicyShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``train_s`` None: the workload's."""
+    """``train_s`` and ``train_cv`` None: the workload's."""
 
     batch_groups: Positive = 64
     max_policy_lag: Annotated[int, Meta(ge=0, le=10_000)] = 2
-    train_s: float | None = None
+    train_s: Seconds | None = None
+    train_cv: Spread | None = None
 
 
 class Scenario(LinkKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -28,8 +28,8 @@ _LARGEST: Final = 2**50
 
 def read_lengths(path: str) -> tuple[int, ...]:
     """Tokens of sequences, each at least 1. A JSONL file has one number a line, a list of them (a
-    group), or an object with ``tokens`` or ``lengths``; a CSV file has a column ``tokens``; a folder
-    is a run's, or its scheduler's, whose training results are taken.
+    group), or an object with ``tokens`` or ``lengths``; a CSV file has a column ``tokens``; a
+    folder is a run's, or its scheduler's, whose training results are taken.
 
     Raises:
         ConfigError: it cannot be read, or has no lengths.

@@ -18,6 +18,7 @@ from transport.messages import CommandReply, Message, Plane, Refuse
 from transport.plane_hub import reachable
 from transport.plane_links import link_options
 from transport.runtime.settings import TransportConfig
+from transport.server_rotation import not_restarted
 
 ANSWER_S: Final = 10.0
 ATTEMPT_S: Final = 3.0
@@ -87,7 +88,8 @@ class Asking:
         network: Network | None = None,
     ) -> None:
         self._key = KeyPair.load(key)
-        self._server_key = load_server_key(Path(transport.keys))
+        self._keys = Path(transport.keys)
+        self._server_key = load_server_key(self._keys)
         port = {
             Plane.CONTROL: transport.control_port,
             Plane.TRAJECTORIES: transport.trajectories_port,
@@ -154,8 +156,10 @@ class Asking:
             except TimeoutError as error:
                 if self._link is not None:
                     why = self._link.last_failure or why
+                hint = not_restarted(self._keys) if "server key" in why else ""
                 raise PeerUnreachable(
                     f"scheduler at {self._endpoint}: {why} within {answer_s:g} s"
+                    + (f"; {hint}" if hint else "")
                 ) from error
             except BaseException:
                 await self._hang_up()

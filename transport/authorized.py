@@ -106,8 +106,11 @@ class AllowList:
         return peers, tuple(warnings)
 
 
-def read_authorized(folder: Path) -> tuple[list[PublicKey], list[str]]:
-    """The public keys of a folder by file name, and what was skipped and why."""
+def read_authorized(
+    folder: Path, *, any_file_name: bool = False
+) -> tuple[list[PublicKey], list[str]]:
+    """The public keys of a folder by file name, and what was skipped and why. In ``revoked/`` one
+    name may have had several keys, in files of ``any_file_name``."""
     found: list[PublicKey] = []
     warnings: list[str] = []
     for path in sorted(folder.glob("*.toml")):
@@ -116,7 +119,7 @@ def read_authorized(folder: Path) -> tuple[list[PublicKey], list[str]]:
         except ConfigError as error:
             warnings.append(f"{error}; skipped")
             continue
-        if public.name != path.stem:
+        if public.name != path.stem and not any_file_name:
             warnings.append(
                 f"{path}: name is {public.name!r}, the file must be {public.name}.toml; skipped"
             )

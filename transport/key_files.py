@@ -4,10 +4,11 @@ What always holds: a file is written whole under its final name, or not at all, 
 another; a secret is not read from a file that others can read.
 """
 
+import contextlib
 import os
 import struct
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +28,15 @@ _FILE_BYTES = 64 * 1024
 S = TypeVar("S", bound=msgspec.Struct)
 
 
+MADE_WITH = "farflow keys create FOLDER"
+
+
 def load_toml(
     path: Path,
     kind: type[S],
     *,
     secret: bool = False,
-    made_with: str = "farflow keys create FOLDER",
+    made_with: str = MADE_WITH,
 ) -> S:
     """A key file, checked. Unknown keys are refused, which also keeps a secret file out of the
     authorized folder.
@@ -98,6 +102,23 @@ def _found(content: bytes) -> str:
         return _what(tomllib.loads(content.decode()))
     except ValueError:
         return ""
+
+
+def files_with(folder: Path, public_key: str) -> Iterator[Path]:
+    """The key files of a folder that hold ``public_key``; a search by text, since a fleet's folder
+    has thousands of files. A folder that is not there holds none."""
+    wanted = f'"{public_key}"'.encode()
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.endswith(".toml"):
+                continue
+            try:
+                with open(entry.path, "rb") as file:
+                    found = wanted in file.read(4096)
+            except OSError:
+                continue
+            if found:
+                yield Path(entry.path)
 
 
 def make_folder(folder: Path, mode: int) -> None:

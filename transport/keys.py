@@ -32,10 +32,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from transport.certificates import RootKey, certify, load_certificate
 from transport.errors import ConfigError
 from transport.key_files import (
+    MADE_WITH,
     check_curve,
     check_hex,
     check_name,
     check_policy,
+    files_with,
     load_toml,
     make_folder,
     to_toml,
@@ -101,9 +103,9 @@ class KeyPair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
     @classmethod
-    def load(cls, path: Path) -> "KeyPair":
-        """Raises ``ConfigError`` naming the file and the remedy."""
-        return load_toml(path, cls, secret=True)
+    def load(cls, path: Path, made_with: str = MADE_WITH) -> "KeyPair":
+        """Raises ``ConfigError`` naming the file and the remedy, the command ``made_with``."""
+        return load_toml(path, cls, secret=True, made_with=made_with)
 
     def save(self, path: Path) -> None:
         """Write a new file with mode 0600; never replaces one."""
@@ -171,8 +173,9 @@ class SigningKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
     @classmethod
-    def load(cls, path: Path) -> "SigningKey":
-        return load_toml(path, cls, secret=True)
+    def load(cls, path: Path, made_with: str = MADE_WITH) -> "SigningKey":
+        """As ``KeyPair.load``."""
+        return load_toml(path, cls, secret=True, made_with=made_with)
 
     def save(self, path: Path) -> None:
         write_new(path, to_toml(self), mode=0o600)
@@ -303,6 +306,11 @@ def _ensure(
     path = folder / f"{name}.toml"
     if path.exists():
         pair = KeyPair.load(path)
+        if any(files_with(folder / "revoked", pair.public_key)):
+            raise ConfigError(
+                f"{path}: this key was revoked and does not come back; move the file away to make a"
+                f" new key for {name!r}"
+            )
         if (pair.name, pair.role, pair.policy) != (name, role, policy):
             raise ConfigError(
                 f"{path} is the key of {pair.role.value} {pair.name!r}, not of {role.value} "

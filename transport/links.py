@@ -105,7 +105,12 @@ class Hub(Protocol):
 
     @property
     def handshake_failures(self) -> int:
-        """Connections refused or broken before they were up, since the start."""
+        """Connections refused, or whose handshake broke the protocol, since the start."""
+
+    @property
+    def hung_up(self) -> int:
+        """Connections that the other side ended, or let time out, before they were up, since the
+        start: port scans, health checks, ``farflow agent doctor``, peers that stopped just then."""
 
     @property
     def last_failure(self) -> str:
@@ -157,7 +162,8 @@ class Link(Protocol):
 
     @property
     def last_failure(self) -> str:
-        """Why the latest of them failed, for people; "" before the first."""
+        """Why there is no connection, for people; "" while there is one and before the first try
+        has failed."""
 
     async def wait_connected(self) -> None:
         """Return once ``connected`` is true.

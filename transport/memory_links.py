@@ -98,6 +98,7 @@ class MemoryHub:
         self.endpoint = endpoint
         self.port = port
         self.handshake_failures = 0
+        self.hung_up = 0
         self.last_failure = ""
         self.dropped = 0
         self._network = network

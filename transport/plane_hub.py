@@ -152,6 +152,8 @@ class PlaneHub:
         failures = 0
         while True:
             await asyncio.sleep(REFRESH_S)
+            if self._hub.hung_up:
+                self.counters["received.hung_up"] = self._hub.hung_up
             if self._hub.handshake_failures > failures:
                 more = self._hub.handshake_failures - failures
                 failures = self._hub.handshake_failures

@@ -303,7 +303,7 @@ async def run_daemon(
     """
     if not config.relay.key:
         raise ConfigError("relay.key: name the relay's key file, as in keys/NAME.toml")
-    key = KeyPair.load(Path(config.relay.key))
+    key = KeyPair.load(Path(config.relay.key), "farflow keys create FOLDER --relay NAME")
     if key.role is not Role.RELAY:
         raise ConfigError(
             f"{config.relay.key}: is the key of {key.role.value} {key.name!r}, relay.key needs a "

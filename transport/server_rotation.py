@@ -73,6 +73,17 @@ def finish_rotation(folder: Path) -> str:
     return following.public_key
 
 
+def not_restarted(folder: Path) -> str:
+    """What to say in the deployment's folder when the hubs turn out to have another key than the
+    present one; "" where no change of it is known."""
+    if (folder / _PREVIOUS).exists():
+        return (
+            "if the scheduler was not restarted since `farflow keys rotate-server --finish`,"
+            " restart it with the new key"
+        )
+    return ""
+
+
 def abandon_rotation(folder: Path) -> None:
     """Forget the next key. Agents that were told of it go on to believe it as well, which is
     harmless once nobody has it.

@@ -59,7 +59,8 @@ class AccountingRow(msgspec.Struct, kw_only=True):
 
 
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One agent. ``rate_tokens_s`` is the learnt rate per slot; ``versions`` by policy id."""
+    """One agent. ``rate_tokens_s`` is the learnt rate of one slot, i.e. of one sequence; the
+    agent's is about that times ``running_sequences``. ``versions`` by policy id."""
 
     name: str
     state: str

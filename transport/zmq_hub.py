@@ -48,6 +48,7 @@ class ZmqHub(End[Inbound]):
         self._refused: set[str] = set()
         self._listener_closed = asyncio.Event()
         self._refused_key = ""
+        self.hung_up = 0
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         if options.max_connections:
             events |= zmq.EVENT_ACCEPTED
@@ -193,6 +194,8 @@ class ZmqHub(End[Inbound]):
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.handshake_failures += 1
             self.last_failure = f"key {self._refused_key} is not authorised"
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self.hung_up += 1
         else:
             self.handshake_failures += 1
             self.last_failure = failure_text(event, value)

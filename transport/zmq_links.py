@@ -29,8 +29,10 @@ from transport.links import (
 from transport.zap import ZapHandler
 from transport.zmq_hub import ZmqHub
 from transport.zmq_socket import (
+    CONNECTION_LOST,
     HANDSHAKE_FAILURES,
     MAX_SOCKETS,
+    NOBODY_LISTENS,
     End,
     ZmqContext,
     ZmqSocket,
@@ -63,11 +65,15 @@ class ZmqLink(End[list[bytes]]):
         self._tried = ""
         self._following = ""
         self._switching = False
+        self._hung_up = False
         super().__init__(
             network.context,
             socket,
             options,
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED,
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CONNECT_RETRIED
+            | zmq.EVENT_CLOSED,
         )
 
     @property
@@ -124,6 +130,12 @@ class ZmqLink(End[list[bytes]]):
         return [frame.bytes for frame in frames]
 
     def _event(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_CLOSED:
+            # Of a connecting socket: TCP did not get through. What failed before is over.
+            if not self._up.is_set() and not self._hung_up:
+                self.last_failure = NOBODY_LISTENS
+            return
+        self._hung_up = False
         up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         # libzmq goes on with the key that it began with, and must not put the other one off.
         if self._retry is not None and (up or not self._switching):
@@ -134,9 +146,12 @@ class ZmqLink(End[list[bytes]]):
             self._switching = False
             self._down.clear()
             self._up.set()
+            self.last_failure = ""
             if self._server_keys is not None:
                 self._server_keys.used(self._tried)
             return
+        if self._up.is_set():
+            self.last_failure = CONNECTION_LOST
         self._up.clear()
         self._down.set()
         if event & HANDSHAKE_FAILURES:
@@ -163,6 +178,7 @@ class ZmqLink(End[list[bytes]]):
             self._tried = self._following
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, self._tried.encode("ascii"))
         self._retry_s = min(2 * self._retry_s, self._options.reconnect_max_s)
+        self._hung_up = True
         try:
             self._socket.disconnect(self.endpoint)
         except zmq.ZMQError as error:

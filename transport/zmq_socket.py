@@ -222,6 +222,10 @@ class End(Generic[T]):
         raise NotImplementedError
 
 
+NOBODY_LISTENS = "nobody listens there, or nothing gets through"
+CONNECTION_LOST = "the connection was lost"
+
+
 def failure_text(event: int, value: int) -> str:
     """A handshake failure in words; ``value`` is a ZAP status, protocol error or errno."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == BUSY_STATUS:
@@ -235,7 +239,10 @@ def failure_text(event: int, value: int) -> str:
             return "one side uses CURVE and the other does not"
         return f"the other side broke the handshake's protocol (0x{value:08x})"
     name = errno.errorcode.get(value, str(value))
-    return f"the other side hung up during the handshake ({name}): is the server key right?"
+    return (
+        f"the other side hung up during the handshake ({name}): it has stopped, or it has another"
+        " server key than ours"
+    )
 
 
 def host_of(endpoint: str) -> str:

@@ -50,7 +50,8 @@ def start(ctx: Context, job: Job, choice: Choice, pinned: dict[str, int]) -> Lea
     )
     job.attempts.append(record)
     ctx.tables.touch(job)
-    lease = track(ctx, job, record, pinned)
+    scored = choice.score.scored
+    lease = track(ctx, job, record, pinned, None if scored is None else scored[1].token_s)
     live = ctx.agents[choice.agent]
     live.offered_s = ctx.now
     _spend(ctx, job, lease.tokens)
@@ -73,8 +74,10 @@ def _spend(ctx: Context, job: Job, tokens: float) -> None:
         ctx.runs[job.run].bucket.take(tokens)
 
 
-def track(ctx: Context, job: Job, record: Attempt, pinned: dict[str, int]) -> Lease:
-    """Index an attempt (new, or read from a row)."""
+def track(
+    ctx: Context, job: Job, record: Attempt, pinned: dict[str, int], token_s: float | None = None
+) -> Lease:
+    """Index an attempt (new, or read from a row); ``token_s`` of its agent where it is known."""
     lease = Lease(
         attempt=record.id,
         job=job.id,
@@ -89,8 +92,9 @@ def track(ctx: Context, job: Job, record: Attempt, pinned: dict[str, int]) -> Le
     ctx.leases[record.id] = lease
     live = ctx.agents[record.agent]
     estimate = views.estimate_of(ctx, job)
-    prior_s = ctx.hardware.token_s(ctx.tables.agents[record.agent].hardware)
-    token_s = live.estimate.token_time_s(views.kind_of(job), prior_s, ctx.now)
+    if token_s is None:
+        prior_s = ctx.hardware.token_s(ctx.tables.agents[record.agent].hardware)
+        token_s = live.estimate.token_time_s(views.kind_of(job), prior_s, ctx.now)
     lease.mean_s = estimate.tokens_mean * token_s
     lease.longest_s = estimate.tokens_longest * token_s
     lease.tokens = estimate.tokens_mean * job.sequences

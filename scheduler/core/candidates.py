@@ -54,11 +54,12 @@ def shortlist(
     asks_more = bool(pinned) or (job.external is not None and bool(job.external.require))
     found: list[Candidate] = []
     avoided: list[Candidate] = []
+    known, lives = ctx.tables.agents, ctx.agents
     for offset in range(start, start + seen):
         name = names[offset if offset < len(names) else offset - len(names)]
         if accept is not None and not accept(name):
             continue
-        agent, live = ctx.tables.agents[name], ctx.agents[name]
+        agent, live = known[name], lives[name]
         if not prefetch.has_room(ctx, agent, live, job.sequences):
             continue
         if not fits(ctx, run, agent, live) or (asks_more and _unsuited(ctx, job, agent, live)):

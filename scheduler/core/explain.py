@@ -71,7 +71,7 @@ def _job(ctx: Context, job: Job) -> Explanation:
     state = job_state(ctx, job)
     why = reasons.of_job(ctx, job, scored)
     history = [*map(_record_line, job.history), *ctx.story(job.id)]
-    return _explanation(job.id, "job", state, why, history, scored)
+    return _explanation(ctx, job.id, "job", state, why, history, scored)
 
 
 def _attempt(ctx: Context, job: Job, attempt: str) -> Explanation:
@@ -82,16 +82,16 @@ def _attempt(ctx: Context, job: Job, attempt: str) -> Explanation:
         state = "stray" if not lease.counted and not lease.spooled else "offered"
         if lease.leased and state != "stray":
             state = "running" if lease.started_s is not None else "leased"
-        return _explanation(attempt, "attempt", state, reasons.of_lease(ctx, lease), history)
+        return _explanation(ctx, attempt, "attempt", state, reasons.of_lease(ctx, lease), history)
     if past:
         state, why = past[-1].outcome, [_record_line(past[-1])]
-        return _explanation(attempt, "attempt", state, why, history)
+        return _explanation(ctx, attempt, "attempt", state, why, history)
     why = ["it is not one of the job's live attempts, nor among the last that are remembered"]
-    return _explanation(attempt, "attempt", "over", why, history)
+    return _explanation(ctx, attempt, "attempt", "over", why, history)
 
 
 def _plain(ctx: Context, subject: str, kind: str, state: str, why: list[str]) -> Explanation:
-    return _explanation(subject, kind, state, why, ctx.story(subject))
+    return _explanation(ctx, subject, kind, state, why, ctx.story(subject))
 
 
 def _over(ctx: Context, subject: str) -> Message:
@@ -101,16 +101,17 @@ def _over(ctx: Context, subject: str) -> Message:
     if dead is not None:
         letter = dead.letter
         why = [
-            f"given up ({letter.reason}) at {letter.died_s:.1f} s; `farflow dead replay` queues it"
+            f"given up ({letter.reason}) {ctx.now - letter.died_s:.0f} s ago;"
+            f" `farflow dead replay {subject}` queues it"
         ]
         lines = [*map(_record_line, letter.attempts), *history]
-        return _fitting(_explanation(subject, "job", "dead letter", why, lines))
+        return _fitting(_explanation(ctx, subject, "job", "dead letter", why, lines))
     ended = outcomes.known(ctx, subject)
     if ended is not None:
         waits = ctx.concluded[subject] in ctx.tables.outcomes
         what = "waits to be confirmed by" if waits else "was confirmed by"
         why = [f"its result {what} its submitter"]
-        return _fitting(_explanation(subject, "job", ended[0], why, history))
+        return _fitting(_explanation(ctx, subject, "job", ended[0], why, history))
     if not history:
         text = (
             f"nothing is known of {subject!r}: name a job, attempt, agent, policy, run or"
@@ -120,7 +121,7 @@ def _over(ctx: Context, subject: str) -> Message:
     state = _last_end(ctx, subject)
     why = ["it is over and has no row any more; what is remembered is in its history"]
     kind = "attempt" if "#" in subject else "job"
-    return _fitting(_explanation(subject, kind, state, why, history))
+    return _fitting(_explanation(ctx, subject, kind, state, why, history))
 
 
 def _last_end(ctx: Context, subject: str) -> str:
@@ -134,6 +135,7 @@ def _last_end(ctx: Context, subject: str) -> str:
 
 
 def _explanation(
+    ctx: Context,
     subject: str,
     kind: str,
     state: str,
@@ -148,6 +150,7 @@ def _explanation(
         reasons=tuple(line[:MAX_LINE] for line in why),
         candidates=scored,
         history=tuple(line[:MAX_LINE] for line in history[-MAX_HISTORY:]),
+        now_s=ctx.now,
     )
 
 

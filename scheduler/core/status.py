@@ -165,7 +165,8 @@ def _agent(ctx: Context, name: str) -> AgentStatus:
         name=name,
         state=shown(agent, live),
         slots=agent.slots,
-        running_sequences=live.running_sequences,
+        # The last heartbeat may be older than the end of what it counted.
+        running_sequences=live.running_sequences if live.leases and live.state != "gone" else 0,
         leases=len(live.leases),
         rtt_s=live.estimate.rtt_s.value,
         rate_tokens_s=None if not token_s else 1.0 / token_s,

@@ -50,7 +50,7 @@ def page(ctx: Context, after: int, limit: int, subject: str) -> Events:
                 break
             found.append(transition)
         last = place
-    return Events(transitions=tuple(found), last=base + last, missed=start - wanted)
+    return Events(transitions=tuple(found), last=base + last, missed=start - wanted, now_s=ctx.now)
 
 
 def names(about: str, facts: dict[str, object], subject: str) -> bool:

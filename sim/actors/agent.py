@@ -17,6 +17,7 @@ from sim.actors.engine import Engine, Group
 from sim.actors.modelled import Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
 from sim.actors.weight_copies import WeightCopies
+from sim.faults import Fault
 from sim.kernel import Alarm, Kernel
 from sim.ledger import Ledger
 from sim.network import Network
@@ -97,7 +98,7 @@ class AgentActor:
         self._events: deque[on.Event] = deque()
         self._handling = False
         self._closing = False
-        self._ahead_s = 0.0
+        self._ahead_s = 0.0  # of its wall clock
         self._alarm = Alarm(kernel, self._tick)
         self._perform: dict[type[do.Effect], Callable[..., None]] = {
             do.ToScheduler: self._to_scheduler,
@@ -137,6 +138,27 @@ class AgentActor:
         )
         self._tick()
 
+    def strike(self, fault: Fault) -> None:
+        """Suffer what happens to the machine; what does not fit how it is now has no effect."""
+        match fault.what:
+            case "crash":
+                if self.alive or self._closing:
+                    self.crash()
+                if fault.wiped:
+                    self.wipe()
+            case "return" if not self.alive:
+                self.start()
+            case "restore":
+                self.link_up()
+            case "notice" if self.alive:
+                self.warn(fault.amount)
+            case "slow":
+                self.engine.slow_down(fault.amount)
+            case "skew":
+                self._ahead_s = fault.amount
+            case _:
+                pass
+
     def crash(self) -> None:
         """Die at once."""
         self._network.reset(self.name)
@@ -150,13 +172,8 @@ class AgentActor:
 
     def warn(self, notice_s: float) -> None:
         """Its machine will be taken away in ``notice_s``: what a supervisor's SIGTERM does."""
-        if self.alive:
-            within_s = max(0.0, notice_s - CLOSING_S)
-            self.feed(on.DrainRequested(reason="preempted", deadline_s=within_s))
-
-    def skew(self, ahead_s: float) -> None:
-        """Its wall clock shows so much more than the others' from now on."""
-        self._ahead_s = ahead_s
+        within_s = max(0.0, notice_s - CLOSING_S)
+        self.feed(on.DrainRequested(reason="preempted", deadline_s=within_s))
 
     def _end(self) -> None:
         self.alive = False

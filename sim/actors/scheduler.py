@@ -92,10 +92,18 @@ class SchedulerActor:
         send = self._network.send
         for effect in effects:
             if type(effect) is do.Send:
-                send(SCHEDULER, effect.peer, effect.message)
+                message = effect.message
+                if type(message) is HeartbeatReply:
+                    message = self._stamped(message)
+                send(SCHEDULER, effect.peer, message)
             else:
                 self._perform(effect)
         self._alarm.set(core.next_deadline())
+
+    def _stamped(self, reply: HeartbeatReply) -> HeartbeatReply:
+        """With the wall clock, here virtual time, as the control plane does."""
+        now = self._kernel.now
+        return msgspec.structs.replace(reply, received_s=now, replied_s=now)
 
     def _perform(self, effect: do.Effect) -> None:
         match effect:

@@ -18,6 +18,7 @@ from edge_agent.engines.fake import place_uniform
 from sim.actors.modelled import Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
 from sim.actors.services import ModelledVersion
+from sim.faults import Fault
 from sim.kernel import Alarm, Kernel
 from sim.ledger import Ledger, Step
 from sim.network import Network
@@ -30,8 +31,8 @@ PLANE_HOSTS: Final = {Plane.CONTROL: SCHEDULER, Plane.TRAJECTORIES: LOG, Plane.W
 
 
 class TrainerActor:
-    """The trainer of one policy, over its lives. Steps take ``train_s`` in the mean, log-normal with
-    ``train_cv``; a step that is made again takes as long as it did."""
+    """The trainer of one policy, over its lives. Steps take ``train_s`` in the mean, log-normal
+    with ``train_cv``; a step that is made again takes as long as it did."""
 
     def __init__(
         self,
@@ -96,6 +97,13 @@ class TrainerActor:
             trained=TrainedJobs(job for entry in self._lineage for job in entry.jobs),
         )
         self.feed(on.Tick())
+
+    def strike(self, fault: Fault) -> None:
+        """Suffer what happens to the machine."""
+        if fault.what == "crash" and self.alive:
+            self.crash()
+        elif fault.what == "return" and not self.alive:
+            self.start()
 
     def crash(self) -> None:
         """Die at once."""

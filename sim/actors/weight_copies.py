@@ -2,8 +2,7 @@
 time, what is swapped in pauses the engine; nothing is verified because nothing is damaged.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -17,6 +16,9 @@ from sim.ledger import Ledger
 from sim.network import Flow, Network
 from sim.workload import Workload, make_digest
 from transport.messages import VersionRef, WeightsPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Life(Protocol):

@@ -132,12 +132,24 @@ async def test_what_needs_a_failed_probe_is_skipped_and_the_rest_is_not(patient)
 
 @pytest.mark.asyncio
 async def test_a_revoked_key_and_another_server_are_told_apart(patient, monkeypatch):
-    monkeypatch.setattr(doctor, "LINK_S", 1.0)
+    monkeypatch.setattr(doctor, "LINK_S", 1.5)
     revoke_key(patient.cloud.keys_folder, "a")
     patient.cloud.hub.allowed.refresh(1e12)
     found = await patient.examine()
     assert patient.first is found["connection"]
     assert "revoked" in patient.first.remedy
+    assert "with a fresh --folder" in patient.first.remedy
+    (patient.keys / "enrolment.toml").touch()
+    assert (
+        "--new-key"
+        not in Doctor(patient.config(), patient.cloud.box_network, SystemClock())._new_key_remedy()
+    ), "only a folder that enrol made is one that it can go on with"
+    kept = patient.cloud.folder / "of enrol" / "keys"
+    kept.parent.mkdir()
+    patient.keys = patient.keys.rename(kept)
+    patient.transport["keys"] = str(kept)
+    await patient.examine()
+    assert f"--new-key --token-file FILE --folder {kept.parent}" in patient.first.remedy
     patient.agent["key"] = str(patient.cloud.keys_folder / "b.toml")
     impostor = KeyPair.generate("server", Role.SCHEDULER)
     path = patient.keys / "server.public.toml"

@@ -20,6 +20,7 @@ from transport.envelope import LIMITS, decode, encode
 from transport.errors import ConfigError, PeerUnreachable
 from transport.keys import KeyPair, create_keys
 from transport.messages import EnrolReply, EnrolRequest, Hello, Message, Plane, Refuse, Role
+from transport.plane_hub import PlaneHub
 from transport.runtime.clock import ManualClock, SystemClock
 from transport.runtime.settings import TransportConfig
 from transport.token_files import TokenFile, load_token
@@ -45,6 +46,7 @@ class World:
         self.ports: dict[str, int] | None = PORTS
         self.plane: Enrolment | None = None
         self._task: asyncio.Task[None] | None = None
+        self.refreshing: asyncio.Task[None] | None = None
 
     async def open(self, **options: Any) -> None:
         usual = OPTIONS._replace(handshake_s=0.3, connection_s=2.0)
@@ -60,9 +62,10 @@ class World:
         await self.until(lambda: self.plane.port != 0)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in (self._task, self.refreshing):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self.network.close()
         await self.strangers.close()
 
@@ -81,6 +84,20 @@ class World:
             id=token.id,
             secret=secret,
         )
+
+    def control(self) -> PlaneHub:
+        """A control plane that lets the keys of the folder in; told to who enrols from now on."""
+        hub = PlaneHub(
+            self.network,
+            Plane.CONTROL,
+            TransportConfig(keys=str(self.keys)),
+            port=0,
+            port_file=self.folder / "control-port",
+            clock=SystemClock(),
+        )
+        self.ports = {**PORTS, "control": hub.port}
+        self.refreshing = asyncio.create_task(hub.keep_refreshing())
+        return hub
 
     async def until(self, check: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -166,12 +183,62 @@ async def test_an_agent_with_a_token_gets_all_it_needs(world, tmp_path):
     assert KeyPair.load(Path(config.agent.key)) == own
 
 
-async def test_enrolling_again_changes_nothing_and_asks_nobody(world, tmp_path):
-    token = world.token()
-    first = await enrol(world.strangers, token, tmp_path / "a", name="box", wait_s=WAIT_S)
-    await world.close()
-    second = await enrol(world.strangers, token, tmp_path / "a", name="other", wait_s=0.1)
-    assert first == second == enrolled(tmp_path / "a")
+async def test_enrolling_again_changes_nothing_and_asks_whether_the_key_is_let_in(world, tmp_path):
+    control = world.control()
+    token, keys = world.token(), tmp_path / "keys"
+    first = await enrol(world.strangers, token, keys, name="box", wait_s=WAIT_S)
+    second = await enrol(world.strangers, token, keys, name="other", wait_s=WAIT_S)
+    assert first == second == enrolled(keys)
+    await control.close()
+    with pytest.raises(
+        PeerUnreachable, match=r"key of 'box', but whether .* is not known"
+    ):
+        await enrol(world.strangers, token, keys, name="box", wait_s=0.3)
+
+
+async def test_after_a_revocation_enrol_says_so_and_a_new_key_gets_the_name(world, tmp_path):
+    control = world.control()
+    keys = tmp_path / "keys"
+    await enrol(world.strangers, world.token(), keys, name="box", wait_s=WAIT_S)
+    old = KeyPair.load(keys / "agent.toml")
+    revoke_key(world.keys, "box")
+    control.allowed.refresh(1e12)
+    with pytest.raises(ConfigError, match=r"revoked.*farflow token create.*--new-key .*--folder"):
+        await enrol(world.strangers, world.token(), keys, name="box", wait_s=WAIT_S)
+    dead = world.token()
+    world.store.revoke(dead.id)
+    with pytest.raises(ConfigError, match=r"token_revoked.*stays in .*enrolling\.toml"):
+        await enrol(world.strangers, dead, keys, name="box", wait_s=WAIT_S, new_key=True)
+    assert KeyPair.load(keys / "agent.toml") == old, "it is replaced once the new one is let in"
+    facts = await enrol(
+        world.strangers, world.token(), keys, name="box", wait_s=WAIT_S, new_key=True
+    )
+    new = KeyPair.load(keys / "agent.toml")
+    assert (facts.name, new.name, enrolled(keys)) == ("box", "box", facts)
+    assert new.public_key != old.public_key
+    assert KeyPair.load(keys / "agent.previous.toml") == old
+    assert not (keys / "enrolling.toml").exists()
+    control.allowed.refresh(2e12)
+    assert await enrol(world.strangers, world.token(), keys, wait_s=WAIT_S) == facts
+    await control.close()
+
+
+async def test_a_key_that_was_revoked_before_its_enrolment_ended_is_not_tried_again(
+    world, tmp_path, monkeypatch
+):
+    token, keys = world.token(uses=2, prefix="spot-"), tmp_path / "keys"
+
+    def crash(*args):
+        raise RuntimeError("power cut")
+
+    monkeypatch.setattr("edge_agent.enrol._finish", crash)
+    with pytest.raises(RuntimeError):
+        await enrol(world.strangers, token, keys, wait_s=WAIT_S)
+    monkeypatch.undo()
+    revoke_key(world.keys, "spot-1")
+    with pytest.raises(ConfigError, match=r"key of the last try was revoked.*farflow token create"):
+        await enrol(world.strangers, token, keys, wait_s=WAIT_S)
+    assert (await enrol(world.strangers, token, keys, wait_s=WAIT_S)).name == "spot-2"
 
 
 async def test_an_enrolment_that_was_cut_off_is_gone_on_with(world, tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from key_cloud import POLICY, WAIT_S, KeyCloud, until
 
 from edge_agent.trust import AgentTrust
 from scheduler.tokens import revoke_key
+from transport.asking import Asking
+from transport.errors import PeerUnreachable
 from transport.keys import KeyPair, create_keys
 from transport.messages import (
     AgentInventory,
@@ -24,10 +26,13 @@ from transport.messages import (
     ProbeReply,
     Refuse,
     Role,
+    StatusReply,
+    StatusRequest,
     VersionOffer,
     Welcome,
 )
 from transport.runtime.clock import SystemClock
+from transport.runtime.settings import TransportConfig
 from transport.server_keys import PinnedServerKeys
 from transport.server_rotation import abandon_rotation, begin_rotation, finish_rotation
 
@@ -207,6 +212,52 @@ async def test_a_box_that_vanished_without_a_word_is_replaced_once_it_is_silent(
     assert loop.time() - began_s < 2.0
 
 
+async def test_how_many_agents_know_the_next_server_key_is_counted_while_it_changes(cloud):
+    first, second = cloud.link("a"), cloud.link("b")
+    for link in (first, second):
+        await link.send(hello())
+        await link.expect(Welcome)
+    assert cloud.plane.next_key_counts() == {}
+    begin_rotation(cloud.keys_folder)
+    assert cloud.plane.book.refresh()
+    assert cloud.plane.next_key_counts() == {
+        "server_key.told_next": 0,
+        "server_key.not_told_next": 2,
+    }
+    cloud.plane.send("a", Welcome(term=1, heartbeat_s=1.0, lost_after_s=9.0, policies=(POLICY,)))
+    await first.expect(NextServerKey)
+    assert cloud.plane.next_key_counts() == {
+        "server_key.told_next": 1,
+        "server_key.not_told_next": 1,
+    }
+    await second.link.close()
+    await until(lambda: cloud.plane.next_key_counts()["server_key.not_told_next"] == 0)
+    abandon_rotation(cloud.keys_folder)
+    assert cloud.plane.book.refresh()
+    assert cloud.plane.next_key_counts() == {}
+
+
+async def test_between_finish_and_restart_a_command_says_what_to_do(cloud):
+    begin_rotation(cloud.keys_folder)
+    finish_rotation(cloud.keys_folder)
+    transport = TransportConfig(
+        host="127.0.0.1", control_port=cloud.port, keys=str(cloud.keys_folder)
+    )
+    key = cloud.keys_folder / "operator.toml"
+    asking = Asking(transport, key, answer_s=1.0, network=cloud.box_network)
+    with pytest.raises(PeerUnreachable, match=r"rotate-server --finish`, restart it with the new"):
+        await asking.ask(StatusRequest(), StatusReply)
+    await asking.close()
+
+
+async def test_connections_that_end_before_they_are_up_are_not_refusals(cloud):
+    for _ in range(3):
+        _, writer = await asyncio.open_connection("127.0.0.1", cloud.port)
+        writer.close()
+    await until(lambda: cloud.hub.counters["received.hung_up"] == 3)
+    assert "received.turned_away" not in cloud.hub.counters
+
+
 # ---- signers, probes, and an agent that wants more -----------------------------------------------
 
 
@@ -245,6 +296,7 @@ async def test_a_probe_tells_the_time_and_changes_nothing(cloud):
     assert reply.known
     await link.send(Heartbeat(sequence=1, sent_s=0.0))
     await until(lambda: cloud.heard(Heartbeat) == 1)
+    assert cloud.plane.counters["probes"] == 2
 
 
 async def test_an_agent_is_who_its_key_says_whatever_it_says_itself(cloud):

@@ -17,7 +17,13 @@ from transport.keys import DeploymentKeys, KeyPair, Peer, create_keys
 from transport.links import Inbound, LinkOptions
 from transport.messages import Plane, Role
 from transport.zmq_links import ZmqHub, ZmqLink, ZmqNetwork
-from transport.zmq_socket import host_of, raise_file_limit, require_loopback
+from transport.zmq_socket import (
+    CONNECTION_LOST,
+    NOBODY_LISTENS,
+    host_of,
+    raise_file_limit,
+    require_loopback,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -140,7 +146,21 @@ async def test_a_link_with_another_server_key_never_connects_and_says_so(network
     assert not link.connected
     assert "server key" in link.last_failure
     assert "server key" in hub.last_failure
+    assert "it has stopped, or" in link.last_failure
     await heard_first(network, hub, keys)
+
+
+async def test_a_hub_that_is_gone_is_not_taken_for_one_with_another_key(network, keys, hub):
+    impostor = KeyPair.generate("server", Role.SCHEDULER)
+    wrong = connect(network, hub, keys.agents["paris"], impostor)
+    link = connect(network, hub, keys.agents["tokyo"], keys.server)
+    await link.wait_connected()
+    assert link.last_failure == ""
+    await eventually(lambda: "server key" in wrong.last_failure)
+    await hub.close()
+    await link.wait_disconnected()
+    assert link.last_failure in (CONNECTION_LOST, NOBODY_LISTENS)
+    await eventually(lambda: {link.last_failure, wrong.last_failure} == {NOBODY_LISTENS})
 
 
 async def test_a_client_without_curve_is_refused(network, keys, hub):

@@ -1,11 +1,13 @@
 """Commands that ask a scheduler: what is wrong before anything is asked, and help that is quick."""
 
+import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from farflow.cli import cli, main
+from farflow.options import say_done
 
 COMMANDS = (
     *("submit", "results", "cancel", "dead", "explain", "events", "logs"),
@@ -29,6 +31,29 @@ def test_every_command_has_help(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        *("run submit", "run ls", "run pause", "run resume", "run stop", "status", "explain"),
+        *("events", "logs", "drain", "cordon", "uncordon", "quarantine", "release"),
+        *("submit", "results", "cancel", "dead ls", "dead show"),
+    ],
+)
+def test_every_command_that_asks_a_scheduler_has_json(name: str) -> None:
+    assert "--json" in CliRunner().invoke(cli, [*name.split(), "--help"]).output
+
+
+@pytest.mark.parametrize("said", ["", "nothing to do: run r is paused already"])
+def test_a_command_that_was_taken_says_what_the_scheduler_added(
+    said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_done("r", "pause", said, as_json=False)
+    say_done("r", "pause", said, as_json=True)
+    text, row = capsys.readouterr().out.splitlines()
+    assert text == f"pause r: {said or 'accepted'}"
+    assert json.loads(row) == {"command": "pause", "subject": "r", "message": said}
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "submit r jobs.jsonl --bodies there",
@@ -39,6 +64,7 @@ def test_every_command_has_help(name: str) -> None:
         "results --timeout 5s",
         "results --limit 257",
         "events --timeout 5s",
+        "events --follow --last 5",
         "cancel r",
         "dead replay",
         "dead replay r/t-1 --run r",

@@ -104,6 +104,10 @@ def test_keys_are_listed_and_revoked(keys):
     }
     run(keys_group, "revoke", "paris")
     assert "paris\tagent\t-\trevoked" in run(keys_group, "ls").stdout
+    (keys / "paris.toml").unlink()
+    run(keys_group, "add", "--role", "agent", "paris")
+    run(keys_group, "revoke", "paris")
+    assert run(keys_group, "ls").stdout.count("paris\tagent\t-\trevoked") == 2
 
 
 def test_revoking_a_trainer_says_what_stays_believed(keys):
@@ -114,6 +118,7 @@ def test_revoking_a_trainer_says_what_stays_believed(keys):
 
 def test_the_servers_key_is_changed_in_two_steps(keys):
     old = KeyPair.load(keys / "server.toml")
+    assert "no change" in run(keys_group, "rotate-server", "--status").stdout
     with pytest.raises(ConfigError, match="begin with"):
         run(keys_group, "rotate-server", "--finish")
     run(keys_group, "rotate-server")

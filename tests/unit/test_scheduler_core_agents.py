@@ -2,6 +2,7 @@
 
 import pytest
 from core_builders import (
+    RUN,
     SOLVER,
     Scene,
     make_ref,
@@ -11,6 +12,7 @@ from core_builders import (
 )
 
 from scheduler.core.events import FromAgent
+from scheduler.core.status import nobody
 from transport.messages import (
     AgentInventory,
     Goodbye,
@@ -313,6 +315,11 @@ def test_the_status_says_why_nobody_takes_the_waiting_jobs():
     assert scene.core.status(scene.now).runs[0].reason == "no agent is ready"
     scene.joined("a")
     assert scene.core.status(scene.now).runs[0].reason == "no agent offers workflow nope"
+    scene.joined("b", workflows={"nope": "f"}, rewards=("exact",))
+    assert scene.core.status(scene.now).runs[0].reason == "no agent offers reward reasoning-gym"
+    scene.joined("c", workflows={"nope": "f"})
+    assert scene.live_offers("c")
+    assert scene.core.status(scene.now).runs[0].reason == ""
 
 
 def test_the_status_says_that_agents_wait_for_the_first_weights():
@@ -328,8 +335,12 @@ def test_the_status_says_that_agents_wait_for_the_first_weights():
     )
     scene.version_stored(0)
     assert nobody(scene.core._ctx, run) == "no agent is ready (2 joining)"
-    scene.joined("b", workflows={"nope": "f"}, rewards=("exact",))
-    assert scene.core.status(scene.now).runs[0].reason == "no agent offers reward reasoning-gym"
-    scene.joined("c", workflows={"nope": "f"})
-    assert scene.live_offers("c")
-    assert scene.core.status(scene.now).runs[0].reason == ""
+
+
+def test_an_agent_without_leases_runs_nothing_whatever_its_last_heartbeat_said():
+    scene = make_scene()
+    scene.joined("a", slots=8)
+    scene.heard("a", running_sequences=8, held=scene.held_by("a"))
+    assert scene.agent().running_sequences == 8
+    scene.feed(FromAgent("a", Goodbye(reason="off")))
+    assert (scene.agent().state, scene.agent().running_sequences) == ("gone", 0)

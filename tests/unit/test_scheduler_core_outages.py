@@ -44,7 +44,7 @@ def test_a_scheduler_that_was_down_does_not_make_its_agents_uplinks_slow():
     scene = working()
     offer = scene.live_offers("a")[0]
     scene.now += 27.0
-    scene.restart()
+    scene.produced(scene.restart())
     log_joined(scene)
     back(scene)
     scene.wait(12.5)
@@ -55,7 +55,7 @@ def test_a_scheduler_that_was_down_does_not_make_its_agents_uplinks_slow():
         scene.beats("a")
     known = [offer.attempt for offer in scene.live_offers("a")]
     scene.finished(scene.live_offers("a")[0])
-    [fresh] = [offer for offer in scene.live_offers("a") if offer.attempt not in known]
+    [fresh, *_] = [o for o in scene.live_offers("a") if o.attempt not in known]
     scene.accepted(fresh)
     scene.wait(2.1)
     scene.finished(fresh)

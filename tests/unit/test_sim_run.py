@@ -185,7 +185,7 @@ def test_seeds_give_rules_the_same_fleet_and_work() -> None:
     assert len(fleet) == 24
     assert {plan.slots for seed in range(4) for plan in scenario.fleet(seed)} == {4, 8, 16}
     spec = FaultSpec(agent_mtbf_s=100.0)
-    names = [plan.name for plan in fleet]
+    names = [(plan.name, plan.site) for plan in fleet]
     assert agent_faults(spec, names, 1, 1000.0) == agent_faults(spec, names, 1, 1000.0)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.tokens import MAX_USES, Enrolled, Refused, Token, TokenStore, revoke_key
-from transport.authorized import AllowList
+from scheduler.tokens import MAX_USES, REPEAT_S, Enrolled, Refused, Token, TokenStore, revoke_key
+from transport.authorized import AllowList, read_authorized
 from transport.errors import ConfigError, StoreError
 from transport.key_files import load_toml
 from transport.keys import KeyPair, PublicKey, create_keys
@@ -137,7 +137,31 @@ def test_a_key_that_is_in_already_stays_who_it_is(store, keys):
     assert store.all()[0].uses == []
 
 
-def test_a_revoked_key_does_not_come_back_and_its_name_is_not_given_again(store, keys):
+def test_the_name_of_a_revoked_key_may_be_given_to_a_new_one(store, keys):
+    old = key()
+    for public in (old, key(), key()):
+        token, secret = make(store)
+        assert store.redeem(token.id, secret, public, "box", 1.0) == Enrolled(
+            "box", Role.AGENT, True
+        )
+        assert AllowList(keys / "authorized", 0.0).lookup(public).name == "box"
+        revoke_key(keys, "box")
+    token, secret = make(store)
+    assert code(store.redeem(token.id, secret, old, "box", 1.0)) == "enrol.key_revoked"
+    entries, warnings = read_authorized(keys / "revoked", any_file_name=True)
+    assert ([entry.name for entry in entries], warnings) == (["box"] * 3, [])
+
+
+def test_keys_made_here_do_not_come_back_either(keys):
+    revoke_key(keys, "paris")
+    with pytest.raises(ConfigError, match=r"paris\.toml: this key was revoked.*move the file away"):
+        create_keys(keys, agents=["paris"])
+    (keys / "paris.toml").rename(keys / "paris.old")
+    create_keys(keys, agents=["paris"])
+    assert (keys / "authorized" / "paris.toml").exists()
+
+
+def test_a_revoked_key_does_not_come_back_and_numbered_names_are_not_given_again(store, keys):
     token, secret = make(store, uses=3, prefix="spot-")
     public = key()
     store.redeem(token.id, secret, public, "", 1.0)
@@ -208,15 +232,20 @@ def test_many_at_once_use_a_token_exactly_as_often_as_it_says(keys):
     assert sum(isinstance(o, Refused) and o.code == "enrol.token_used_up" for o in outcomes) == 3
 
 
-def test_whether_any_token_is_open_follows_the_folder(store):
+def test_whether_any_token_is_open_follows_the_folder(store, keys):
     assert not store.any_open(0.0)
     token, secret = make(store)
     assert store.any_open(1.0)
     store.redeem(token.id, secret, key(), "box", 1.0)
-    assert store.any_open(2.0), "its answer may be asked for again"
-    assert not store.any_open(HOUR)
+    assert store.any_open(1.0 + REPEAT_S / 2), "its answer may be asked for again"
+    for one in (store, TokenStore(keys)):  # a restart does not open it again
+        assert not one.any_open(1.0 + REPEAT_S)
     store.revoke(token.id)
     assert not store.any_open(2.0)
+    two, secret = make(store, uses=2, prefix="spot-")
+    store.redeem(two.id, secret, key(), "", 3.0)
+    assert store.any_open(HOUR - 1.0), "it has a use left"
+    assert not store.any_open(HOUR)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,35 @@
 """What a person sees: marks of agents, clocks, alerts, costs; nothing that steers a terminal."""
 
+import json
+import re
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
+from farflow.inspect_commands import event_lines, history_lines
 from farflow.view import (
     PLAIN_WIDTH,
     agent_state,
+    agents_line,
     alert_lines,
     clock_text,
     demand_lines,
+    overview,
     printable,
     screen,
+    token_rate,
 )
-from transport.status import AgentStatus, Alert, DemandStatus, RunStatus, SchedulerStatus
+from farflow.words import counted, human_age
+from transport.messages import Events, Explanation, Transition
+from transport.status import (
+    AccountingRow,
+    AgentStatus,
+    Alert,
+    DemandStatus,
+    RunStatus,
+    SchedulerStatus,
+)
 
 
 def agent(**changes: Any) -> AgentStatus:
@@ -88,8 +103,10 @@ def test_demand_says_what_more_slots_would_bring_or_why_nothing() -> None:
     none = msgspec.structs.replace(more, more_slots=0, binds="staleness", reason="lag bound")
     assert demand_lines((more, none)) == [
         "r: 64 more slots (H100) would raise 10.0 steps/hour to 15.0: trainers wait",
-        "r: no more slots wanted, staleness binds: lag bound",
+        "r: more slots would not help, the lag bound sets the pace: lag bound",
     ]
+    idle = msgspec.structs.replace(none, binds="nothing", reason="r/p has not made a step yet")
+    assert demand_lines((idle,)) == ["r: more slots would not help: r/p has not made a step yet"]
 
 
 def test_a_run_shows_its_cost_and_what_waits_in_it() -> None:
@@ -106,6 +123,81 @@ def test_a_run_shows_its_cost_and_what_waits_in_it() -> None:
     )
     text = drawn(status(runs=(run,)))
     assert "run r · running · 12.35 USD · 3 jobs of others · 2 dead letters · tenant lab" in text
+    one = msgspec.structs.replace(run, external_open=1, dead_letters=1)
+    assert "1 job of others · 1 dead letter ·" in drawn(status(runs=(one,)))
+
+
+def test_a_rate_that_was_not_measured_is_derived_from_that_of_a_slot() -> None:
+    assert "90 tok/s" in agents_line((agent(),), {})
+    assert "7 tok/s" in agents_line((agent(),), {"box1": 7.0})
+    assert token_rate(agent(rate_tokens_s=None)) == 0.0
+
+
+def run_status(name: str, state: str) -> RunStatus:
+    row = AccountingRow(policy=f"{name}/solver", kind="train", submitted=3, trained=3)
+    return RunStatus(name=name, state=state, reason="why", policies=(), accounting=(row,))
+
+
+def overview_of(found: SchedulerStatus, *, every: bool) -> str:
+    console = Console(width=PLAIN_WIDTH)
+    with console.capture() as capture:
+        console.print(overview(found, every=every))
+    return capture.get()
+
+
+def test_what_is_over_has_a_line_and_the_rest_is_behind_all() -> None:
+    runs = (*(run_status(f"old{n}", "finished") for n in range(8)), run_status("new", "running"))
+    agents = (agent(), *(agent(name=f"left{n}", state="gone") for n in range(7)))
+    found = status(runs=runs, agents=agents)
+    text = overview_of(found, every=False)
+    assert "accounting of run new" in text
+    assert text.count("accounting of run") == 1
+    assert "old7 · finished (why)" in text
+    assert "old2" not in text
+    assert "agent left4 · gone · 1 group done" in text
+    assert "left5" not in text
+    assert "not shown: 3 finished runs, 2 gone agents; --all shows them" in text
+    whole = overview_of(found, every=True)
+    assert "accounting of run old0" in whole
+    assert "left6" in whole
+    assert "not shown" not in whole
+
+
+def test_a_finished_run_whose_books_do_not_balance_says_so_in_its_line() -> None:
+    row = AccountingRow(policy="r/solver", kind="train", submitted=3, trained=2)
+    run = msgspec.structs.replace(run_status("r", "finished"), accounting=(row,))
+    assert "accounting off by 1" in overview_of(status(runs=(run,)), every=False)
+
+
+def test_counts_and_ages_are_english() -> None:
+    assert [counted(n, "attempt") for n in (0, 1, 2)] == ["0 attempts", "1 attempt", "2 attempts"]
+    ages = [human_age(seconds) for seconds in (-1.0, 12.4, 180.0, 7200.0, 432000.0)]
+    assert ages == ["0 s", "12 s", "3 min", "2 h", "5 d"]
+
+
+def test_a_history_has_ages_and_only_its_end() -> None:
+    lines = tuple(f"{10 + n}.500 r/t-1#1 offered agent=a" for n in range(30))
+    found = Explanation(
+        subject="a", kind="agent", state="ready", reasons=(), history=lines, now_s=60.5
+    )
+    shown = history_lines(found, 20)
+    assert shown[0] == "(10 earlier lines; --all shows them)"
+    assert (len(shown), shown[-1]) == (21, "21 s ago: r/t-1#1 offered agent=a")
+    assert len(history_lines(found, None)) == 30
+    silent = msgspec.structs.replace(found, now_s=0.0)  # an older scheduler
+    assert history_lines(silent, None) == list(lines)
+
+
+def test_events_have_the_time_of_day_and_may_be_of_one_kind() -> None:
+    happened = tuple(
+        Transition(number=n, at_s=5.0 + n, subject="a", what=what, facts={"x": "\x1b"})
+        for n, what in enumerate(("hello", "ready"))
+    )
+    page = Events(transitions=happened, last=2, now_s=7.0)
+    [line] = event_lines(page, "ready", as_json=False)
+    assert re.fullmatch(r"1\t\d\d:\d\d:\d\d\ta\tready\tx=·", line)
+    rows = [json.loads(text) for text in event_lines(page, "", as_json=True)]
+    assert [row["at_s"] for row in rows] == [5.0, 6.0]
 
 
 def test_what_comes_from_outside_does_not_steer_the_terminal() -> None:

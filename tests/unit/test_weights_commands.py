@@ -11,7 +11,7 @@ from weight_folder import KEY, POLICY, WeightFolder
 
 from farflow import weights_commands
 from farflow.weights_commands import weights_group
-from farflow.weights_view import held_by, print_rows, status_rows, store_rows
+from farflow.weights_view import held_by, print_rows, recent_rows, status_rows, store_rows
 from scheduler.weight_composites import write_snapshot
 from scheduler.weight_reading import StoreReader
 from scheduler.weight_upkeep import Asked
@@ -81,6 +81,20 @@ def test_versions_are_listed_with_their_parents_and_sizes(made, weights):
     assert status == 0
     assert POLICY in text
     assert "snapshot" in text
+
+
+def test_only_recent_versions_are_listed_and_those_that_somebody_has(made, weights):
+    rows = [
+        {"policy": policy, "version": n, "snapshot": n == 0, "held_by": ["a"] if n == 3 else []}
+        for policy in ("r/a", "r/b")
+        for n in range(50)
+    ]
+    shown = [(row["policy"], row["version"]) for row in recent_rows(rows)]
+    assert shown == [(p, n) for p in ("r/a", "r/b") for n in (0, 3, *range(30, 50))]
+    assert len(as_json(weights("ls", POLICY, "--json"))) == 5
+    assert POLICY in weights("ls", POLICY, "--all")[1]
+    with pytest.raises(StoreError, match="nobody/here"):
+        weights("ls", "nobody/here")
 
 
 def test_a_version_is_shown_with_its_files_and_coders(made, weights):

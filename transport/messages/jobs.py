@@ -122,7 +122,8 @@ class ScoredCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(Message, frozen=True, kw_only=True):
-    """``reasons`` for people, ``history`` of remembered transitions, oldest first."""
+    """``reasons`` for people, ``history`` of remembered transitions, oldest first, each beginning
+    with its time; ``now_s`` is the present on the same clock (0: not said)."""
 
     subject: str
     kind: str
@@ -130,6 +131,7 @@ class Explanation(Message, frozen=True, kw_only=True):
     reasons: tuple[str, ...]
     candidates: tuple[ScoredCandidate, ...] = ()
     history: tuple[str, ...] = ()
+    now_s: float = 0.0
 
 
 class EventsRequest(Message, frozen=True, kw_only=True):
@@ -152,11 +154,13 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
 
 class Events(Message, frozen=True, kw_only=True):
     """``missed`` transitions were forgotten before this request came. Ask again after ``last``.
-    Numbers grow over restarts, with gaps; what a life did not send before it ended is not told."""
+    Numbers grow over restarts, with gaps; what a life did not send before it ended is not told.
+    ``now_s`` is the present on the clock of ``at_s`` (0: not said)."""
 
     transitions: tuple[Transition, ...]
     last: int
     missed: int = 0
+    now_s: float = 0.0
 
 
 class AgentOrder(Message, frozen=True, kw_only=True):
