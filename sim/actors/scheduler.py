@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from scheduler.core import effects as do
 from scheduler.core.events import (
     Event,
@@ -22,7 +24,7 @@ from sim.actors.names import LOG, SCHEDULER, STORE
 from sim.kernel import Alarm, Kernel
 from sim.network import Network
 from sim.workload import make_items
-from transport.messages import CommandReply, Message, RunSubmit
+from transport.messages import CommandReply, HeartbeatReply, Message, RunSubmit
 from transport.runs import RunSpec
 
 if TYPE_CHECKING:

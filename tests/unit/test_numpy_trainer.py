@@ -180,6 +180,7 @@ def test_folders_that_do_not_fit_are_refused_naming_the_file(tmp_path: Path) -> 
     for fields, reason in (
         ({"model_type": "qwen3", "vocab_size": 64, "hidden": 32}, 'use trainer = "torch"'),
         ({"model_type": "farflow-numpy", "vocab_size": 65, "hidden": 32}, "'bias' has shape"),
+        ({"model_type": "qwen3"}, "farflow trainer numpy-model FOLDER"),
         ({"model_type": "farflow-numpy"}, "vocab_size"),
     ):
         config.write_bytes(msgspec.json.encode(fields))

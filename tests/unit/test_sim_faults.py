@@ -112,7 +112,11 @@ def test_an_agent_with_notice_hands_back_and_says_goodbye() -> None:
 
     def lost(notice_s: float) -> tuple[int, int]:
         spec = FaultSpec(
-            planned=(PlannedPreemption(where="near", at_s=30.0 - notice_s, notice_s=notice_s),)
+            planned=(
+                PlannedPreemption(
+                    where="near", at_s=30.0 - notice_s, notice_s=notice_s, down_s=10.0
+                ),
+            )
         )
         simulation = world(spec, steps=10)
         ended(simulation)
