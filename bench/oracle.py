@@ -28,16 +28,12 @@ stopped once they are overtaken. ``Schedule.dropped_share`` says how many; all o
 import heapq
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-import msgspec
-
-from sim.scenario import AgentPlan, Scenario
-from sim.workload import Draws, make_items
+from bench.oracle_world import Agent, Group, Policy, Work, fleet, the_policy
+from sim.scenario import Scenario
 from transport.errors import ConfigError
-from transport.ids import item_seed
-from transport.messages import LeaseOffer, RewardSpec
 
 PACES: Final = (
     *(1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.5, 9.0),
@@ -59,114 +55,28 @@ class Schedule:
     order: str
 
 
-class Group(NamedTuple):
-    """A job with its siblings' lengths in tokens. They sort by their longest."""
+class Open(NamedTuple):
+    """A group under way or waiting to be used."""
 
-    longest: int
+    deadline: int
+    back_s: float
     item: int
-    lengths: tuple[int, ...]
 
 
-class Work:
-    """The groups of a scenario and seed, in the order of their items."""
+class Begun(NamedTuple):
+    """A group that got its first slot, at a version, on the agent of that number."""
 
-    def __init__(self, scenario: Scenario, seed: int) -> None:
-        self._draws = Draws(scenario.workload)
-        self._seed = scenario.run_spec(seed).seed
-        self._offer = LeaseOffer(
-            attempt="sim/t-0#1",
-            fence=(1, 1),
-            job="sim/t-0",
-            kind="train",
-            items=make_items(0, 1),
-            group_size=scenario.group_size,
-            workflow="single_turn",
-            settings={},
-            policies={"policy": "sim/policy"},
-            reward=RewardSpec(name="exact"),
-            max_new_tokens=scenario.workload.max_new_tokens,
-            temperature=1.0,
-            seed=0,
-            lease_s=1.0,
-        )
-        self._known: list[Group] = []
-
-    def __getitem__(self, index: int) -> Group:
-        while len(self._known) <= index:
-            number = len(self._known)
-            job = item_seed(self._seed, "train", number)
-            offer = msgspec.structs.replace(self._offer, seed=job)
-            lengths = tuple(self._draws.lengths(offer))
-            self._known.append(Group(max(lengths), number, lengths))
-        return self._known[index]
-
-
-@dataclass(slots=True)
-class Agent:
-    """``behind_s`` is from the end of a step until its version can be served, when the agent has
-    nothing else to fetch."""
-
-    plan: AgentPlan
-    one_way_s: float
-    behind_s: float
-    version: int = 0
-    fetching: int | None = None
-    free_s: list[float] = field(default_factory=list)
-
-    def back_s(self, group: Group, now: float, scenario: Scenario) -> float:
-        """When the group's body is in the cloud, if it begins now; its slots stay as they are."""
-        return self._finish(group, now, list(self.free_s), scenario)
-
-    def take(self, group: Group, now: float, scenario: Scenario) -> float:
-        return self._finish(group, now, self.free_s, scenario)
-
-    def soonest_s(self, group: Group, scenario: Scenario) -> float:
-        """From the beginning until the body is in the cloud, on an idle agent."""
-        return self._finish(group, 0.0, [0.0] * self.plan.slots, scenario)
-
-    def _finish(self, group: Group, now: float, free_s: list[float], scenario: Scenario) -> float:
-        work, rate = scenario.workload, self.plan.tokens_per_s
-        ended_s = now
-        for tokens in group.lengths:
-            begins_s = max(now, free_s[0])
-            ends_s = begins_s + work.first_token_s + tokens / rate
-            heapq.heapreplace(free_s, ends_s)
-            ended_s = max(ended_s, ends_s)
-        tokens = sum(group.lengths) + work.prompt_tokens
-        return ended_s + self.one_way_s + tokens * work.body_bytes_per_token / self.plan.up
-
-
-def fleet(scenario: Scenario, seed: int) -> list[Agent]:
-    """The agents of a seed, all with the first version, all slots free."""
-    topology, work = scenario.topology(), scenario.workload
-    found = []
-    for plan in scenario.fleet(seed):
-        down_s = topology.one_way_s(scenario.cloud, plan.site)
-        behind_s = work.publish_s + work.store_s + down_s + work.apply_s
-        behind_s += work.delta_bytes / plan.down
-        up_s = topology.one_way_s(plan.site, scenario.cloud)
-        found.append(Agent(plan, up_s, behind_s, free_s=[0.0] * plan.slots))
-    return found
-
-
-class _Policy(NamedTuple):
-    batch: int
-    lag: int
-    train_s: float
-
-
-def _policy(scenario: Scenario) -> _Policy:
-    if len(scenario.policies) != 1:
-        raise ConfigError(f"scenario {scenario.name}: policies: the oracle knows one; give one")
-    shape = next(iter(scenario.policies.values()))
-    train_s = scenario.workload.train_s if shape.train_s is None else shape.train_s
-    return _Policy(shape.batch_groups, shape.max_policy_lag, train_s)
+    group: Group
+    agent: int
+    version: int
+    at_s: float
+    back_s: float
 
 
 def trainer_bound(scenario: Scenario, seed: int) -> float:
     """Steps per hour that no rule exceeds: the first batch cannot be complete before as many of the
     first quota's groups have had the fastest way each; then the trainer never waits."""
-    policy, work, agents = _policy(scenario), Work(scenario, seed), fleet(scenario, seed)
+    policy, work, agents = the_policy(scenario), Work(scenario, seed), fleet(scenario, seed)
     quota = policy.batch * (policy.lag + 1)
     soonest = sorted(
         min(agent.soonest_s(work[index], scenario) for agent in agents) for index in range(quota)
@@ -179,7 +89,7 @@ def trainer_bound(scenario: Scenario, seed: int) -> float:
 def fresh_capacity(scenario: Scenario, seed: int) -> float:
     """Steps per hour: at an interval I between steps, an agent counts with all its slots when a
     group of average length, begun in the moment of a swap, is back within the window."""
-    policy, work, agents = _policy(scenario), Work(scenario, seed), fleet(scenario, seed)
+    policy, work, agents = the_policy(scenario), Work(scenario, seed), fleet(scenario, seed)
     sample = [work[index].lengths for index in range(policy.batch * scenario.steps)]
     tokens = sum(sum(lengths) for lengths in sample) / len(sample)
     mean = Group(round(tokens), 0, (round(tokens / scenario.group_size),) * scenario.group_size)
@@ -202,7 +112,7 @@ def fresh_capacity(scenario: Scenario, seed: int) -> float:
     return 3600.0 / high
 
 
-def _window_s(policy: _Policy, pace_s: float) -> float:
+def _window_s(policy: Policy, pace_s: float) -> float:
     """From the end of a step until the last step begins that may use groups of its version."""
     return (policy.lag + 1) * pace_s - policy.train_s
 
@@ -220,7 +130,7 @@ def clairvoyant(
     Raises:
         ConfigError: several policies, or no paces, or no orders.
     """
-    policy, steps = _policy(scenario), scenario.steps
+    policy, steps = the_policy(scenario), scenario.steps
     best: Schedule | None = None
     for pace in paces:
         # At this pace the last step cannot end before.
@@ -228,7 +138,7 @@ def clairvoyant(
         if best is not None and best.steps_hour >= 3600.0 * steps / least_s:
             break
         for order in orders:
-            found = _Schedule(scenario, seed, pace * policy.train_s, order).run()
+            found = ListSchedule(scenario, seed, pace * policy.train_s, order).run()
             if found.dropped_share > most_dropped:
                 found = replace(found, steps_hour=0.0, finished=False)
             if best is None or found.steps_hour > best.steps_hour:
@@ -238,26 +148,29 @@ def clairvoyant(
     return best
 
 
-class _Schedule:
+class ListSchedule:
     """One schedule at one pace and order. Steps are numbered from 1; a group of version v may be
-    used by the steps up to v + lag + 1, which is its deadline."""
+    used by the steps up to v + lag + 1, which is its deadline. ``begun`` and ``used`` are what was
+    done, in order."""
 
     def __init__(self, scenario: Scenario, seed: int, pace_s: float, order: str) -> None:
         self._scenario = scenario
-        self._policy = _policy(scenario)
+        self._policy = the_policy(scenario)
         self._pace_s = pace_s
         self._order = order
         self._work = Work(scenario, seed)
         self._agents = fleet(scenario, seed)
         self._waiting: list[Group] = []
-        self._open: list[tuple[int, float]] = []  # deadline and return of what is under way
+        self.begun: list[Begun] = []
+        self.used: list[tuple[int, ...]] = []
+        self._open: list[Open] = []
         self._next_item = 0
         self._dropped = 0
         self._step = 1  # that begins next
         self._ready_s = 0.0  # the trainer is free, and the pace is kept
         self._events: list[tuple[float, int, int, int]] = []
         self._counted = 0
-        self._ends: list[float] = []
+        self.ends_s: list[float] = []
         self._stored: list[float] = [0.0]
 
     def run(self) -> Schedule:
@@ -265,7 +178,7 @@ class _Schedule:
         self._admit()
         for number in range(len(self._agents)):
             self._at(0.0, "free", number)
-        while self._events and len(self._ends) < steps:
+        while self._events and len(self.ends_s) < steps:
             now, _, kind, number = heapq.heappop(self._events)
             if now > limit_s:
                 break
@@ -283,10 +196,10 @@ class _Schedule:
             if self._begin_step(now):
                 for agent_number in range(len(self._agents)):
                     self._place(agent_number, now)
-        finished = len(self._ends) >= steps
+        finished = len(self.ends_s) >= steps
         seen = self._next_item - len(self._waiting)
         return Schedule(
-            steps_hour=3600.0 * steps / self._ends[steps - 1] if finished else 0.0,
+            steps_hour=3600.0 * steps / self.ends_s[steps - 1] if finished else 0.0,
             finished=finished,
             dropped_share=self._dropped / max(1, seen),
             pace_s=self._pace_s,
@@ -323,14 +236,14 @@ class _Schedule:
         policy = self._policy
         if now < self._ready_s - TINY_S:
             return False
-        back = sorted(entry for entry in self._open if entry[1] <= now + TINY_S)
+        back = sorted(entry for entry in self._open if entry.back_s <= now + TINY_S)
         if len(back) < policy.batch:
             return False
         for entry in back[: policy.batch]:
             self._open.remove(entry)
-        assert all(deadline > self._step for deadline, _ in self._open)
+        self.used.append(tuple(entry.item for entry in back[: policy.batch]))
         end_s = now + policy.train_s
-        self._ends.append(end_s)
+        self.ends_s.append(end_s)
         work = self._scenario.workload
         self._stored.append(end_s + work.publish_s + work.store_s)
         self._at(self._stored[-1], "stored", self._step)
@@ -340,10 +253,10 @@ class _Schedule:
         self._admit()
         return True
 
-    def _begin_times(self, entries: list[tuple[int, float]], last: int, now: float) -> list[float]:
+    def _begin_times(self, entries: list[Open], last: int, now: float) -> list[float]:
         """The soonest that the coming steps up to ``last`` begin: at the pace counted on, and when
         as many groups are back as they and the steps before use; all, where there are fewer."""
-        backs = sorted(back_s for _, back_s in entries)
+        backs = sorted(entry.back_s for entry in entries)
         begins_s = max(now, self._ready_s) - self._pace_s
         found = []
         for number in range(1, last - self._step + 2):
@@ -383,7 +296,8 @@ class _Schedule:
                 return
             self._waiting.remove(group)
             back_s = agent.take(group, now, self._scenario)
-            self._open.append((deadline, back_s))
+            self._open.append(Open(deadline, back_s, group.item))
+            self.begun.append(Begun(group, number, agent.version, now, back_s))
             self._at(back_s, "look", 0)
             for free_s in dict.fromkeys(agent.free_s):
                 self._at(free_s, "free", number)
@@ -416,14 +330,14 @@ class _Schedule:
 
     def _has_place(self, deadline: int, back_s: float, now: float) -> bool:
         """Whether batches, earliest deadline first, can take all that is open and one more."""
-        open_ones = sorted([*self._open, (deadline, back_s)])
-        last = open_ones[-1][0]
+        open_ones = sorted([*self._open, Open(deadline, back_s, -1)])
+        last = open_ones[-1].deadline
         for number, begins_s in enumerate(self._begin_times(open_ones, last, now)):
             left, room = [], self._policy.batch
             for entry in open_ones:
-                if room and entry[1] <= begins_s + TINY_S:
+                if room and entry.back_s <= begins_s + TINY_S:
                     room -= 1
-                elif entry[0] <= self._step + number:
+                elif entry.deadline <= self._step + number:
                     return False
                 else:
                     left.append(entry)

@@ -26,9 +26,7 @@ def _load() -> "tuple[type[TrainerConfig], Serve[TrainerConfig]]":
 @trainer_group.command("numpy-model")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option(
-    "--parameters", type=click.IntRange(1, 10_000_000), default=4160, show_default=True
-)
+@click.option("--parameters", type=click.IntRange(1, 10_000_000), default=4160, show_default=True)
 def numpy_model(folder: Path, seed: int, parameters: int) -> None:
     """Write a new model FOLDER for trainer = "numpy": a bigram model of 64 tokens, for trials
     without torch."""

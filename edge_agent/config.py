@@ -50,8 +50,8 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     threads: Count = 1
     hardware: str = ""
     labels: dict[str, str] = {}
-    price_usd_hour: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
-    egress_usd_gb: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+    price_usd_hour: Annotated[float, Meta(ge=0.0, le=1000.0)] = 0.0
+    egress_usd_gb: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     workflows: tuple[str, ...] = ()
     local_models: dict[str, str] = {}
     spool_bytes: Bytes = 1 * 2**30

@@ -82,7 +82,8 @@ def keys_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) 
     folder = _existing(files, overrides)
     rows = []
     for state in ("authorized", "revoked"):
-        entries, warnings = read_authorized(folder / state, any_file_name=state == "revoked")
+        revoked = state == "revoked"
+        entries, warnings = read_authorized(folder / state, any_file_name=revoked)
         for warning in warnings if state == "authorized" else ():
             click.echo(f"warning: {warning}", err=True)
         rows += [
@@ -136,8 +137,8 @@ def keys_rotate_server(
 
     The first makes the next key, which the running scheduler tells its agents (signed by the root
     key); they believe both from then on. Wait until every agent has been connected since (--status
-    counts those that are connected). Then --finish and restart the scheduler. Agents that were away meanwhile need the new
-    server.public.toml, and open tokens must be made again.
+    counts those that are connected). Then --finish and restart the scheduler. Agents that were away
+    meanwhile need the new server.public.toml, and open tokens must be made again.
     """
     from transport.server_rotation import abandon_rotation, begin_rotation, finish_rotation
 

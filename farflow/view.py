@@ -88,7 +88,8 @@ def delta_text(step: StepStatus | None) -> str:
 
 def policy_table(run: RunStatus, rewards: Mapping[str, Sequence[float]]) -> Table:
     """One row per policy; ``rewards`` holds recent mean training rewards by policy id."""
-    table = new_table(" · ".join((f"run {run.name}", run.state, *_run_facts(run))))
+    state = f"{run.state} ({printable(run.reason)})" if run.reason else run.state
+    table = new_table(" · ".join((f"run {run.name}", state, *_run_facts(run))))
     columns = (
         "policy",
         "trainer",

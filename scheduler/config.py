@@ -50,7 +50,7 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     weights_http_certificate: str = ""
     weights_http_key: str = ""
     tenant_shares: dict[str, Annotated[float, Meta(gt=0.0, le=1e6)]] = {}
-    egress_usd_gb: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+    egress_usd_gb: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     autoscaler: AutoscalerTable = AutoscalerTable()
 
     def __post_init__(self) -> None:

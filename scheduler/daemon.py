@@ -33,6 +33,7 @@ from scheduler.core.effects import (
     StartTaskSource,
     StopTaskSource,
 )
+from scheduler.core.events import AgentRevoked
 from scheduler.core.machine import SchedulerCore
 from scheduler.core.settings import TRAJECTORY_LOG, WEIGHT_STORE, CoreSettings
 from scheduler.decider import Decider
@@ -46,8 +47,9 @@ from scheduler.signer_book import SignerBook
 from scheduler.store import Row, SchedulerStore
 from scheduler.task_runner import TaskRunner
 from transport.errors import FarflowError
+from transport.keys import Peer
 from transport.links import Network
-from transport.messages import Plane
+from transport.messages import Plane, Role
 from transport.plane_hub import PlaneHub
 from transport.runtime.clock import Clock
 from transport.runtime.daemon_cli import EXIT_FAILED
@@ -165,6 +167,7 @@ class _Daemon:
             port_file=folder / "control-port",
             clock=clock,
         )
+        self._hub.on_removed = self._key_removed
         self._plane = ControlPlane(self._hub, clock)
         self._decider = Decider(
             self._core,
@@ -298,6 +301,11 @@ class _Daemon:
         self._ports = facts
         _log.info("scheduler.ready", **facts)
         on_ready({"ready": True, "ports": facts})
+
+    def _key_removed(self, peer: Peer) -> None:
+        if peer.role is Role.AGENT:
+            _log.warning("agent.revoked", agent=peer.name)
+            self._decider.put(AgentRevoked(peer.name))
 
     def _gauges(self) -> dict[str, int]:
         return {**self._alerts.counters(), **self._enrolment.counters}

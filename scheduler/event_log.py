@@ -30,6 +30,7 @@ import zstandard
 
 from scheduler.core.effects import Effect
 from scheduler.core.events import (
+    AgentRevoked,
     Event,
     FromAgent,
     FromOperator,
@@ -80,6 +81,8 @@ def pack_event(event: Event) -> list[Any]:
     match event:
         case FromAgent(name, message):
             return ["agent", name, *_pack(message)]
+        case AgentRevoked(name):
+            return ["revoked", name]
         case FromTrainer(name, message):
             return ["trainer", name, *_pack(message)]
         case FromService(name, message):
@@ -100,6 +103,8 @@ def unpack_event(packed: Sequence[Any]) -> Event:
         match packed:
             case ["agent", str(name), int(kind), bytes(data)]:
                 return FromAgent(name, _unpack(kind, data))
+            case ["revoked", str(name)]:
+                return AgentRevoked(name)
             case ["trainer", str(name), int(kind), bytes(data)]:
                 return FromTrainer(name, _unpack(kind, data))
             case ["service", str(name), int(kind), bytes(data)]:

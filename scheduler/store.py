@@ -67,6 +67,9 @@ MIGRATIONS: Final[tuple[str, ...]] = (
 STATEMENT_ROWS: Final = 1024
 """Rows per statement; SQLite takes 32 766 values."""
 
+STATEMENTS: Final = 256
+"""Statements that are kept ready: four kinds in the sizes of ``_places``, and a few more."""
+
 _GET_PROMPT: Final = "SELECT value FROM prompts WHERE key = ?"
 
 _SYNCHRONOUS: Final[dict[Durability, str]] = {"power-loss": "FULL", "process-crash": "NORMAL"}
@@ -102,6 +105,7 @@ class SchedulerStore:
                     self.path,
                     timeout=BUSY_TIMEOUT_S,
                     isolation_level=None,  # transactions are written out below
+                    cached_statements=STATEMENTS,
                     check_same_thread=False,  # used by one thread at a time, not by one thread
                 )
         except BaseException:
@@ -172,13 +176,16 @@ class SchedulerStore:
     def _together(
         self, statement: str, place: str, width: int, values: Sequence[object], *first: object
     ) -> None:
-        """Run ``statement`` for values of ``width`` each, many at once. SQLite's module gives the
-        interpreter's lock away in each call, and beside a busy loop it takes milliseconds to get
-        it back: what counts is the number of calls, not of rows."""
+        """Run ``statement`` for values of ``width`` each, many at once, for some of them twice.
+        SQLite's module gives the interpreter's lock away in each call, and beside a busy loop it
+        takes milliseconds to get it back: what counts is the number of calls, not of rows."""
         for start in range(0, len(values), STATEMENT_ROWS * width):
             some = values[start : start + STATEMENT_ROWS * width]
-            text = statement.format(", ".join([place] * (len(some) // width)))
-            self._connection.execute(text, (*first, *some))
+            rows = len(some) // width
+            places = _places(rows)
+            again = [*some[-width:]] * (places - rows)
+            text = statement.format(", ".join([place] * places))
+            self._connection.execute(text, (*first, *some, *again))
 
     def prompts(self, keys: Iterable[str]) -> dict[str, bytes]:
         """Committed prompts by key; without those that are not there.
@@ -270,3 +277,10 @@ class SchedulerStore:
             )
             self._failed = problem
             raise problem from error
+
+
+def _places(rows: int) -> int:
+    """For how many rows to write a statement: the next of a few sizes, at most a fourth more, so
+    that it was parsed before (which costs half as much as writing the rows)."""
+    step = 1 << max(0, rows.bit_length() - 3)
+    return -(-rows // step) * step

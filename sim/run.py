@@ -162,7 +162,8 @@ class Simulation:
             if first.get(agent.name) != "return":
                 self.kernel.at(0.001 * number, agent.start)
         for fault in faults:
-            self.kernel.at(fault.at_s, self._fault, fault)
+            if fault.what != "skew" or fault.at_s > 0.0:
+                self.kernel.at(fault.at_s, self._fault, fault)
         self.kernel.after(1.0, self._watch)
         if self.ledger.recorder is not None:
             self.ledger.recorder.watch(self.agents)

@@ -3,10 +3,12 @@
 What always holds: the fleet is a function of the scenario and the seed; unknown keys are refused.
 """
 
+import difflib
 import random
+import re
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_args
 
 import msgspec
 from msgspec import Meta
@@ -195,7 +197,34 @@ def load_scenario(source: str | Path) -> Scenario:
     try:
         return msgspec.toml.decode(text, type=Scenario)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"scenario {source}: {error}") from error
+        raise ConfigError(f"scenario {source}: {error}{_remedy(str(error))}") from error
+
+
+def _remedy(error: str) -> str:
+    """What can be said instead of a key that there is not."""
+    found = re.search(r"unknown field `(.*?)`(?: - at `\$\.?(.*)`)?", error)
+    if found is None:
+        return ""
+    key, path = found[1], found[2] or ""
+    kinds: list[type[msgspec.Struct]] = [Scenario]
+    for part in re.sub(r"\[.*?\]", "", path).split(".") if path else ():
+        kinds = [
+            kind
+            for struct in kinds
+            for field in msgspec.structs.fields(struct)
+            if field.encode_name == part
+            for kind in _structs(field.type)
+        ]
+    known = sorted({field.encode_name for kind in kinds for field in msgspec.structs.fields(kind)})
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or known
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def _structs(kind: Any) -> list[type[msgspec.Struct]]:
+    """Those that a field's type is made of."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return [kind]
+    return [found for part in get_args(kind) for found in _structs(part)]
 
 
 def shipped_scenarios() -> list[str]:

@@ -15,11 +15,13 @@ from transport.keys import Peer, PublicKey
 
 
 class Refresh(NamedTuple):
-    """What changed in the authorized folder: public keys, and what was skipped and why."""
+    """What changed in the authorized folder: public keys, and what was skipped and why. ``gone``
+    are those whom the removed keys stood for."""
 
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    gone: tuple[Peer, ...] = ()
 
 
 class AllowList:
@@ -65,10 +67,12 @@ class AllowList:
         self._seen = seen
         peers, self.warnings = self._read()
         before, self._peers = self._peers, peers
+        removed = tuple(sorted(key for key in before if peers.get(key) != before[key]))
         return Refresh(
             added=tuple(sorted(key for key in peers if before.get(key) != peers[key])),
-            removed=tuple(sorted(key for key in before if peers.get(key) != before[key])),
+            removed=removed,
             warnings=self.warnings,
+            gone=tuple(before[key] for key in removed),
         )
 
     def _fingerprint(self) -> tuple[tuple[str, int, int, int], ...]:

@@ -97,6 +97,9 @@ class PlaneHub:
         self._hub = self._bind(network, transport.host, port, port_file)
         self.port = self._hub.port
         self.counters: Counter[str] = Counter()
+        self.on_removed: Callable[[Peer], None] | None = None
+        """Told whom each key stood for that was taken out of the folder, after its connections were
+        closed."""
 
     def _bind(self, network: Network, host: str, port: int, port_file: Path) -> Hub:
         def bind(endpoint: str) -> Hub:
@@ -172,6 +175,9 @@ class PlaneHub:
             for key in refresh.removed:
                 _log.info("keys.removed", key=key)
                 self._hub.disconnect(key)
+            if self.on_removed is not None:
+                for peer in refresh.gone:
+                    self.on_removed(peer)
 
     async def close(self) -> None:
         await self._hub.close()

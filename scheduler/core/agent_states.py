@@ -57,6 +57,7 @@ def lose(ctx: Context, agent: Agent, live: AgentLive, reason: str) -> None:
 
 
 def leave(ctx: Context, agent: Agent, live: AgentLive, state: AgentState, reason: str) -> None:
+    live.away = reason
     set_state(ctx, agent, live, state)
     ctx.timers.cancel("agent", agent.name)
     ctx.timers.set("forget", agent.name, ctx.now + ctx.settings.forget_agent_s)

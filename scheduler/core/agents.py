@@ -150,6 +150,17 @@ def liveness_due(ctx: Context, name: str) -> None:
         ctx.timers.set("agent", name, suspect_s)
 
 
+def revoked(ctx: Context, name: str) -> None:
+    """It cannot come back with the key that it had, so nothing is waited for."""
+    live = ctx.agents.get(name)
+    if live is None:
+        return
+    if live.state in ("lost", "gone"):
+        live.away = "revoked"
+    else:
+        agent_states.lose(ctx, ctx.tables.agents[name], live, "revoked")
+
+
 def attempt_due(ctx: Context, attempt: str) -> None:
     """An offer was not answered in time, or a lease not renewed."""
     lease = ctx.leases.get(attempt)
@@ -332,7 +343,9 @@ def _serving(ctx: Context, agent: Agent, live: AgentLive, message: VersionServin
         pause_s=message.pause_s,
         now=ctx.now,
     )
-    costs.fetched(ctx, message.policy, message.fetched_bytes)
+    if message.version > live.billed.get(message.policy, -1):
+        live.billed[message.policy] = message.version
+        costs.fetched(ctx, message.policy, message.version, message.fetched_bytes)
     ctx.note(agent.name, "serving", policy=message.policy, version=message.version)
     agent_states.ready_if_serving(ctx, agent, live)
 

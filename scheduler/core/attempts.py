@@ -295,8 +295,7 @@ def settle(ctx: Context, job: Job, retry_s: float = 0.0) -> None:
         queue.discard(job.id)
         ctx.timers.set("job", job.id, ctx.now + retry_s)
     elif ctx.timers.due("job", job.id) is None:
-        family = job.items[0].family if job.items else ""
-        queue.add(job.id, job.index, job.priority, family)
+        queue.add(job.id, job.index, job.priority, _lane(job))
         ctx.dispatch_due = True
     state = "in_flight" if active else "queued"
     if job.state == state:
@@ -307,6 +306,17 @@ def settle(ctx: Context, job: Job, retry_s: float = 0.0) -> None:
         if copy.state in ("queued", "in_flight"):
             move(ctx, job, policy, job.state)
     ctx.tables.touch(job)
+
+
+def _lane(job: Job) -> str:
+    """Jobs of one lane can be taken by the same agents, as far as that is the job's matter."""
+    family = job.items[0].family if job.items else ""
+    asked = job.external
+    if asked is None:
+        return family
+    pins = sorted(asked.pinned.items())
+    require = sorted((label, sorted(values)) for label, values in asked.require.items())
+    return f"{asked.submitter} {family} {pins} {require}"
 
 
 def leave_queue(ctx: Context, job: Job) -> None:

@@ -96,13 +96,15 @@ class AgentLive:
     sequences beyond its slots that keep it from idling, ``most_prefetch`` the most that ever
     was, ``served_s`` since when it has its version of a policy, ``says_started`` once it told that
     an attempt had started. ``back_s`` is when it
-    was last heard again after having been away."""
+    was last heard again after having been away, ``away`` why it was lost or gone last."""
 
     name: str
     state: AgentState
     heartbeat_s: float
     heard_s: float
     back_s: float = NEVER_S
+    billed: dict[str, int] = field(default_factory=dict)
+    away: str = ""
     load: int = 0
     most_slots: int = 0
     inherited: int = 0

@@ -15,6 +15,11 @@ from scheduler.core.state import Agent, Run, Spend
 
 BYTES_PER_GB = 1e9
 MAX_SWEEP_S = 60.0
+MAX_COPIES = 2
+"""An agent that says it fetched more than so many whole models is not believed."""
+MAX_PRICE_USD_HOUR = 1000.0
+MAX_EGRESS_USD_GB = 10.0
+"""Nor is one that says it costs more: a mistake or a lie must not end runs by their budget."""
 
 
 def spend(ctx: Context, run: str) -> Spend:
@@ -44,7 +49,10 @@ def accrue(ctx: Context, elapsed_s: float) -> None:
         parts = _parts(ctx, agent, live)
         whole = sum(parts.values())
         for run, part in parts.items():
-            due[run] = due.get(run, 0.0) + agent.price_usd_hour * hours * part / whole
+            due[run] = (
+                due.get(run, 0.0)
+                + min(agent.price_usd_hour, MAX_PRICE_USD_HOUR) * hours * part / whole
+            )
     for run, usd in due.items():
         row = spend(ctx, run)
         row.agents_usd += usd
@@ -56,18 +64,27 @@ def uploaded(ctx: Context, run: str, agent: Agent, size_bytes: int, tokens: int)
     """A body of the run was accepted."""
     row = spend(ctx, run)
     row.tokens += tokens
-    row.egress_usd += agent.egress_usd_gb * size_bytes / BYTES_PER_GB
+    row.egress_usd += min(agent.egress_usd_gb, MAX_EGRESS_USD_GB) * size_bytes / BYTES_PER_GB
     ctx.tables.touch(row)
     _mark_due(ctx, run)
 
 
-def fetched(ctx: Context, policy: str, fetched_bytes: int) -> None:
-    """An agent has fetched weights of a policy."""
+def fetched(ctx: Context, policy: str, version: int, fetched_bytes: int) -> None:
+    """An agent has fetched weights of a policy; the caller passes each version of an agent once."""
     known = ctx.tables.policies.get(policy)
-    if known is None or fetched_bytes <= 0 or ctx.settings.egress_usd_gb <= 0.0:
+    if (
+        known is None
+        or policy not in ctx.policies
+        or fetched_bytes <= 0
+        or ctx.settings.egress_usd_gb <= 0.0
+    ):
+        return
+    node = ctx.policies[policy].tree.nodes.get(version)
+    if node is None or not node.full_bytes:
         return
     row = spend(ctx, known.run)
-    row.egress_usd += ctx.settings.egress_usd_gb * fetched_bytes / BYTES_PER_GB
+    billed = min(fetched_bytes, MAX_COPIES * node.full_bytes)
+    row.egress_usd += ctx.settings.egress_usd_gb * billed / BYTES_PER_GB
     ctx.tables.touch(row)
     _mark_due(ctx, known.run)
 

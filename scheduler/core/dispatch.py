@@ -29,7 +29,7 @@ from transport.runs import TaskSpec
 
 HOLDER_SHARE = 10
 """An in-between evaluation is held by at most one in so many of the ready agents."""
-MAX_HEADS = 4
+MAX_HEADS = 8
 """How many families' first jobs are tried before a source's turns end."""
 
 
@@ -93,7 +93,7 @@ def _place_first(ctx: Context, source: Source) -> Job | None:
         holders = _holders(ctx, ctx.evaluations[source.evaluation])
         if len(holders) * HOLDER_SHARE >= max(HOLDER_SHARE, ctx.ready_agents):
             names = [name for name in holders if name in ctx.open_agents]
-    for id in ctx.queue(source.queue).heads()[:MAX_HEADS]:
+    for id in ctx.queue(source.queue).heads(MAX_HEADS):
         job = ctx.tables.jobs[id]
         if over_quota(ctx, source.run, job) or not _pins_stored(ctx, job):
             continue

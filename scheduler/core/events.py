@@ -18,6 +18,12 @@ class FromAgent(msgspec.Struct, frozen=True):
     message: Message
 
 
+class AgentRevoked(msgspec.Struct, frozen=True):
+    """The agent's key was taken back and its connections are closed."""
+
+    agent: str
+
+
 class FromTrainer(msgspec.Struct, frozen=True):
     """A trainer's control message arrived."""
 
@@ -68,5 +74,12 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 Event = (
-    FromAgent | FromTrainer | FromService | FromOperator | ItemsProduced | TaskSourceFailed | Tick
+    FromAgent
+    | AgentRevoked
+    | FromTrainer
+    | FromService
+    | FromOperator
+    | ItemsProduced
+    | TaskSourceFailed
+    | Tick
 )

@@ -184,6 +184,13 @@ def _pins(ctx: Context, run: Run, asked: ExternalJob) -> tuple[dict[str, int], s
         id = policies.get(name) or policies.get(policy_name(name))
         if id is None or name not in (id, policy_name(id)):
             return {}, f"pinned: {name!r} is not a policy of the run; use {', '.join(policies)}"
+        tree = ctx.policies[id].tree
+        if version not in tree.nodes and not tree.may_be_placed(version):
+            near = ", ".join(map(str, sorted(tree.nodes)[-3:]))
+            return {}, (
+                f"pinned.{name}: version {version} is not there and will not come; the latest are"
+                f" {near}"
+            )
         pinned[id] = version
     return pinned, ""
 

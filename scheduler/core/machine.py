@@ -42,6 +42,7 @@ from scheduler.core import attempts as attempts_module
 from scheduler.core.context import Context
 from scheduler.core.effects import Effect
 from scheduler.core.events import (
+    AgentRevoked,
     Event,
     FromAgent,
     FromOperator,
@@ -107,6 +108,8 @@ class SchedulerCore:
         match event:
             case FromAgent(agent=name, message=message):
                 agents.message(ctx, name, message)
+            case AgentRevoked(agent=name):
+                agents.revoked(ctx, name)
             case FromTrainer(trainer=name, message=message):
                 trainers.message(ctx, name, message)
             case FromService(service=name, message=message):

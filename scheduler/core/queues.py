@@ -6,20 +6,21 @@ O(log n) or better.
 
 import heapq
 
-MAX_FAMILIES = 64
-"""Task families of one queue that are told apart; others share a lane."""
+MAX_LANES = 64
+"""Kinds of work of one queue that are told apart; others share a lane."""
 
 Entry = tuple[int, int, str]
 
 
 class ReadyQueue:
     """Jobs of one run, evaluation or submitters that wait for an agent, higher priority first,
-    then lower index. One lane per task family, so that work which no agent can take now does not
-    hide work of another kind behind it."""
+    then lower index. One lane per kind of work (task family, submitter, pins, constraints), so that
+    what no agent can take now does not hide work of another kind behind it."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Entry] = {}
         self._lanes: dict[str, list[Entry]] = {}
+        self._turn = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -27,14 +28,14 @@ class ReadyQueue:
     def __contains__(self, job: str) -> bool:
         return job in self._waiting
 
-    def add(self, job: str, index: int, priority: int = 0, family: str = "") -> None:
+    def add(self, job: str, index: int, priority: int = 0, lane: str = "") -> None:
         if job in self._waiting:
             return
-        if family not in self._lanes and len(self._lanes) >= MAX_FAMILIES:
-            family = ""
+        if lane not in self._lanes and len(self._lanes) >= MAX_LANES:
+            lane = ""
         entry = (-priority, index, job)
         self._waiting[job] = entry
-        heapq.heappush(self._lanes.setdefault(family, []), entry)
+        heapq.heappush(self._lanes.setdefault(lane, []), entry)
 
     def discard(self, job: str) -> None:
         self._waiting.pop(job, None)
@@ -48,23 +49,31 @@ class ReadyQueue:
         tops = self._tops()
         return -tops[0][0] if tops else 0
 
-    def heads(self) -> list[str]:
-        """The first job of every lane, in order."""
-        return [job for _, _, job in self._tops()]
+    def heads(self, most: int) -> list[str]:
+        """The first jobs of up to ``most`` lanes, in order. Where there are more lanes, half of the
+        places go round among those that come later, so that none waits for others for ever."""
+        jobs = [job for _, _, job in self._tops()]
+        if len(jobs) <= most:
+            return jobs
+        first = most - most // 2
+        later = jobs[first:]
+        self._turn = (self._turn + most // 2) % len(later)
+        around = later[self._turn :] + later[: self._turn]
+        return jobs[:first] + around[: most // 2]
 
     def _tops(self) -> list[Entry]:
         tops: list[Entry] = []
         ended: list[str] = []
         waiting = self._waiting
-        for family, lane in self._lanes.items():
+        for name, lane in self._lanes.items():
             while lane and waiting.get(lane[0][2]) != lane[0]:
                 heapq.heappop(lane)
             if lane:
                 tops.append(lane[0])
             else:
-                ended.append(family)
-        for family in ended:
-            del self._lanes[family]
+                ended.append(name)
+        for name in ended:
+            del self._lanes[name]
         if len(tops) > 1:
             tops.sort()
         return tops

@@ -4,6 +4,7 @@ What always holds: nothing is changed; the cost is that of the few things that a
 """
 
 from collections import Counter
+from typing import Final
 
 from scheduler.core import trainers
 from scheduler.core.accounting import waiting
@@ -129,8 +130,9 @@ def of_run(ctx: Context, run: Run) -> list[str]:
             " export its model"
         )
     if run.state == "paused":
-        found.append("it is paused: nothing is placed or granted; `farflow run resume"
-            f" {run.name}` goes on")
+        found.append(
+            f"it is paused: nothing is placed or granted; `farflow run resume {run.name}` goes on"
+        )
     queued, external = len(ctx.queue(run.name)), len(live.external)
     found.append(f"{queued} training jobs queued, {live.in_flight} sequences in flight")
     if external:
@@ -160,11 +162,20 @@ def of_evaluation(ctx: Context, evaluation: Evaluation) -> tuple[str, list[str]]
     return "open", found
 
 
+_AWAY: Final = {
+    "silent": "it has been silent for too long",
+    "not_back": "it did not come back after the scheduler's restart",
+    "revoked": "its key was revoked: it needs a new one, `farflow agent enrol --new-key`",
+}
+
+
 def of_agent(ctx: Context, name: str) -> tuple[str, list[str]]:
     """Why an agent gets work or none."""
     agent, live = ctx.tables.agents[name], ctx.agents[name]
     silent_s = ctx.now - live.heard_s
     found = [f"{live.load} sequences on {agent.slots} slots, heard {silent_s:.1f} s ago"]
+    if live.state in ("lost", "gone") and live.away:
+        found.append(_AWAY.get(live.away, live.away))
     if agent.quarantined:
         found.append(f"quarantined: {agent.quarantined}; `farflow release {name}` trusts it again")
     if agent.cordoned:

@@ -103,8 +103,10 @@ def _run(ctx: Context, run: Run, evaluations: list[Evaluation], dead_letters: in
 def stuck(ctx: Context, run: Run) -> str:
     """Why nobody takes the training jobs that a running run has waiting, when that is plain."""
     live = ctx.runs.get(run.name)
-    if live is None or run.state != "running" or not len(ctx.queue(run.name)):
+    if live is None or run.state != "running":
         return ""
+    if not len(ctx.queue(run.name)):
+        return _no_weights(ctx, run)
     agents = ctx.tables.agents
     ready = [agents[name] for name, it in ctx.agents.items() if may_work(agents[name], it)]
     if not ready:
@@ -124,18 +126,19 @@ def nobody(ctx: Context, run: Run) -> str:
     states = Counter(shown(ctx.tables.agents[name], live) for name, live in ctx.agents.items())
     away = [f"{states[kind]} {kind}" for kind in kinds if states[kind]]
     text = "no agent is ready" + (f" ({', '.join(away)})" if away else "")
-    unmade = [
-        policy.id
-        for name in run.spec.workflow.policies
-        if f"{(policy := ctx.tables.policies[policy_id(run.name, name)]).id}@{policy.head}"
-        not in ctx.tables.versions
-    ]
-    if states["joining"] and unmade:
-        text += (
-            f": the first weights of {', '.join(unmade)} are not there yet;"
-            " its trainer publishes them (is it running?)"
-        )
-    return text
+    missing = _no_weights(ctx, run)
+    return f"{text}: {missing}" if states["joining"] and missing else text
+
+
+def _no_weights(ctx: Context, run: Run) -> str:
+    ids = [policy_id(run.name, name) for name in run.spec.workflow.policies]
+    unmade = [id for id in ids if f"{id}@{ctx.tables.policies[id].head}" not in ctx.tables.versions]
+    if not unmade:
+        return ""
+    return (
+        f"the first weights of {', '.join(unmade)} are not there yet;"
+        " its trainer publishes them (is it running?)"
+    )
 
 
 def _policy(

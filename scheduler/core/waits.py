@@ -25,6 +25,7 @@ from transport.messages import (
 )
 
 MAX_WAITING = 1024
+MAX_WAITING_PER_PEER = 64
 LOG_WAIT_S = 15.0
 MAX_LOG_BYTES = 255 * 1024
 """Lines of one reply; the agent's own frame was no larger than that, but for its header."""
@@ -63,7 +64,7 @@ def ask_log(ctx: Context, event: FromOperator, message: AgentLogsRequest) -> Non
     elif live.state not in CONNECTED:
         refusal = _silent(message.agent, f"is {live.state}")
     elif not _wait(ctx, "logs", event, LOG_WAIT_S, message.agent):
-        text = f"{MAX_WAITING} requests wait already; try again"
+        text = f"{MAX_WAITING_PER_PEER} requests of one key, or {MAX_WAITING} in all, wait already; try again"
         refusal = CommandReply(ok=False, code="requests.too_many", message=text)
     if refusal is not None:
         ctx.effects.append(Reply(event.peer, event.request, refusal))
@@ -137,7 +138,8 @@ def _wait(
     """Make a request wait under the number ``ctx.waited``; false when it has to be answered."""
     if wait_s <= 0.0:
         return False
-    if len(ctx.waiting) >= MAX_WAITING:
+    of_peer = sum(waiting.peer == event.peer for waiting in ctx.waiting.values())
+    if len(ctx.waiting) >= MAX_WAITING or of_peer >= MAX_WAITING_PER_PEER:
         ctx.count("requests.too_many")
         return False
     ctx.waited += 1

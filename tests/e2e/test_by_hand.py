@@ -95,7 +95,8 @@ async def test_the_daemons_started_by_hand_finish_a_run(tmp_path: Path) -> None:
                 if rows[0]["state"] == "finished":
                     break
         assert rows == [{"name": "toy", "state": "finished", "reason": "completed"}]
-        assert "accounting" in await call("status", *here, cwd=tmp_path)
+        assert "toy · finished (completed)" in await call("status", *here, cwd=tmp_path)
+        assert "accounting of run toy" in await call("status", "--all", *here, cwd=tmp_path)
         status = json.loads(await call("status", "--json", *here, cwd=tmp_path))
         assert status["agents"][0]["name"] == "box1"
         async with asyncio.timeout(10):

@@ -190,9 +190,7 @@ async def test_enrolling_again_changes_nothing_and_asks_whether_the_key_is_let_i
     second = await enrol(world.strangers, token, keys, name="other", wait_s=WAIT_S)
     assert first == second == enrolled(keys)
     await control.close()
-    with pytest.raises(
-        PeerUnreachable, match=r"key of 'box', but whether .* is not known"
-    ):
+    with pytest.raises(PeerUnreachable, match=r"key of 'box', but whether .* is not known"):
         await enrol(world.strangers, token, keys, name="box", wait_s=0.3)
 
 

@@ -37,6 +37,7 @@ from scheduler.metrics_file import MetricsFiles
 from scheduler.operator import RequestRefused
 from scheduler.service import Worker
 from scheduler.store import SchedulerStore
+from scheduler.tokens import revoke_key
 from transport.envelope import CONTROL_FRAME_BYTES
 from transport.errors import PeerUnreachable, StoreError
 from transport.keys import KeyPair, trainer_name
@@ -456,6 +457,12 @@ async def test_a_daemon_serves_operators_and_agents_by_their_keys_and_stops_in_o
                 await other.send(hello(incarnation=2))
                 await asyncio.sleep(0.02)
 
+        revoke_key(tmp_path / "keys", "a")  # lost at once, not after a silence
+        async with asyncio.timeout(WAIT_S):
+            while "agents.lost.revoked" not in (status := await operator.status()).counters:
+                await asyncio.sleep(0.02)
+        assert [(a.name, a.state) for a in status.agents] == [("a", "lost")]
+
         children = world.children()
         assert len(children) >= 2
         assert world.child is not None
@@ -495,7 +502,7 @@ async def test_a_run_whose_task_source_fails_says_why_and_a_dead_service_comes_b
         await operator.submit(run_spec(tmp_path, "broken", "bad.jsonl"))
         reason = ""
         async with asyncio.timeout(WAIT_S):
-            while not reason:
+            while "bad.jsonl" not in reason:
                 [run] = (await operator.status()).runs
                 reason = run.reason
         assert "bad.jsonl:1: answer: Expected `str`, got `int`" in reason

@@ -13,8 +13,9 @@ from farflow.emulate_files import make_model, write_emulation
 from farflow.emulate_times import service_times, with_service
 from farflow.run_file import run_spec
 from farflow.up_config import check_workflow, up_config
+from sim.faults import FaultSpec, PlannedCrash
 from sim.run import Simulation
-from sim.scenario import Scenario, load_scenario
+from sim.scenario import PolicyShape, Scenario, load_scenario
 from sim.workload import Draws
 from transport.errors import ConfigError
 from transport.ids import item_seed
@@ -97,6 +98,48 @@ def test_what_the_links_cannot_do_is_refused(tmp_path: Path) -> None:
             placement="finish-time",
             engine="fake",
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"link_model": "tcp"}, r"link_model: .*no slow start.*--set link_model=proxy"),
+        ({"faults": FaultSpec(preempt_mtbf_s=9.0)}, r"faults\.preempt_mtbf_s: is simulated only"),
+        ({"faults": FaultSpec(slow_mtbf_s=9.0)}, r"faults\.slow_mtbf_s: "),
+        ({"faults": FaultSpec(clock_skew_s=9.0)}, r"faults\.clock_skew_s: "),
+        ({"faults": FaultSpec(agent_wiped_share=0.5)}, r"faults\.agent_wiped_share: "),
+        (
+            {"faults": FaultSpec(planned=(PlannedCrash(where="far", at_s=1.0),))},
+            r"faults\.planned: ",
+        ),
+        ({"policies": {"policy": PolicyShape(train_cv=0.1)}}, r"policies\.policy\.train_cv: "),
+    ],
+)
+def test_what_is_only_simulated_is_refused(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        write_emulation(
+            small(**changes),
+            tmp_path / "out",
+            seed=0,
+            placement="finish-time",
+            engine="fake",
+        )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"lengths_file": "x"}, {"deltas_file": "x"}, {"turns": (2,)}, {"train_cv": 0.1}],
+)
+def test_work_that_is_only_simulated_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    scenario = small()
+    scenario = msgspec.structs.replace(
+        scenario, workload=msgspec.structs.replace(scenario.workload, **changes)
+    )
+    with pytest.raises(ConfigError, match=rf"workload\.{next(iter(changes))}: is simulated only"):
+        write_emulation(scenario, tmp_path / "out", seed=0, placement="finish-time", engine="fake")
 
 
 @pytest.mark.asyncio

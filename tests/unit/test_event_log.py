@@ -6,6 +6,7 @@ import pytest
 
 from scheduler.core.effects import Send, StopTaskSource
 from scheduler.core.events import (
+    AgentRevoked,
     FromAgent,
     FromOperator,
     FromService,
@@ -39,6 +40,7 @@ EVENTS = [
     FromAgent(
         "a", Heartbeat(sequence=1, sent_s=0.5, held=(HeldAttempt(attempt="x#1", fence=(1, 2)),))
     ),
+    AgentRevoked("a"),
     FromTrainer("t", Ping(sequence=3, sent_s=1e9)),
     FromService("trajectory-log", BodiesGone(digests=("ab",))),
     FromOperator("op", 7, StatusRequest()),
@@ -87,7 +89,7 @@ def test_start_rows_and_batches_come_back_in_order(tmp_path):
     assert (term.start, list(term.rows())) == (start(), ROWS)
     batches = list(term.batches())
     assert [batch.number for batch in batches] == list(range(20))
-    assert [unpack_event(batch.inputs[0][1]) for batch in batches[:8]] == EVENTS
+    assert [unpack_event(batch.inputs[0][1]) for batch in batches[: len(EVENTS)]] == EVENTS
     assert batches[4].inputs[0][0] == 4.5
     assert batches[5].effects_digest == effects_digest(EFFECTS) != effects_digest(EFFECTS[:1])
     assert term.complete

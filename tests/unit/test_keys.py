@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from transport.authorized import AllowList
+from cloud_trainer.trainer_keys import load_keys
+from transport.authorized import AllowList, Refresh
 from transport.errors import ConfigError
 from transport.keys import (
     SERVICES,
@@ -23,6 +24,7 @@ from transport.keys import (
     trainer_name,
 )
 from transport.messages import Role
+from transport.runtime.settings import TransportConfig
 
 POLICY = "arithmetic/solver"
 
@@ -197,12 +199,12 @@ def test_changes_are_seen_at_most_once_per_interval(folder):
     allowed = AllowList(folder, now=0.0)
     key = KeyPair.generate("paris", Role.AGENT)
     write_public(folder, "paris", key)
-    assert allowed.refresh(now=0.9 * AllowList.SCAN_INTERVAL_S) == ((), (), ())
+    assert allowed.refresh(now=0.9 * AllowList.SCAN_INTERVAL_S) == Refresh()
     assert allowed.lookup(key.public_key) is None
     assert allowed.refresh(now=1.0).added == (key.public_key,)
-    assert allowed.refresh(now=2.0) == ((), (), ())
+    assert allowed.refresh(now=2.0) == Refresh()
     (folder / "paris.toml").unlink()
-    assert allowed.refresh(now=2.0 + 0.9 * AllowList.SCAN_INTERVAL_S) == ((), (), ())
+    assert allowed.refresh(now=2.0 + 0.9 * AllowList.SCAN_INTERVAL_S) == Refresh()
     assert allowed.refresh(now=3.0).removed == (key.public_key,)
     assert allowed.lookup(key.public_key) is None
 
@@ -376,3 +378,13 @@ def test_the_wrong_kind_of_key_file_is_named(tmp_path, load, name, found):
     create_keys(tmp_path, trainers=("r/p",))
     with pytest.raises(ConfigError, match=found):
         load(tmp_path / name)
+
+
+def test_a_trainer_without_keys_is_told_the_command_that_makes_them(tmp_path):
+    transport = TransportConfig(keys=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"`farflow keys create FOLDER --trainer run/solver`"):
+        load_keys(transport, "run/solver", link="", signing="")
+    create_keys(tmp_path, trainers=["run/solver"])
+    (tmp_path / "trainer-run-solver.toml").unlink()
+    with pytest.raises(ConfigError, match=r"`farflow keys create FOLDER --trainer run/solver`"):
+        load_keys(transport, "run/solver", link="", signing="")

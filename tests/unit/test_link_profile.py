@@ -116,5 +116,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
 def test_a_missing_file_or_name_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read link profiles from .*nowhere\.toml"):
         load_profiles(tmp_path / "nowhere.toml")
-    with pytest.raises(ConfigError, match=r"no link profile 'mars'; known: home-cable, .*local, lte"):
+    with pytest.raises(
+        ConfigError, match=r"no link profile 'mars'; known: home-cable, .*local, lte"
+    ):
         find_profile("mars")

@@ -11,10 +11,11 @@ from core_builders import (
     messages,
 )
 
-from scheduler.core.events import FromAgent
+from scheduler.core.events import AgentRevoked, FromAgent
 from scheduler.core.status import nobody
 from transport.messages import (
     AgentInventory,
+    ExplainRequest,
     Goodbye,
     Heartbeat,
     HeartbeatReply,
@@ -108,6 +109,25 @@ def test_silence_makes_an_agent_lost_within_the_promised_time(scene):
     scene.wait(0.2)
     assert scene.agent().state == "lost"
     assert scene.counter("agents.lost.silent") == 1
+
+
+def test_a_revoked_agent_is_lost_at_once_and_its_work_goes_elsewhere(scene):
+    scene.joined("a")
+    scene.joined("b")
+    held = scene.live_offers("a")
+    assert held
+    for offer in held:
+        scene.accepted(offer)
+    scene.feed(AgentRevoked("a"))
+    scene.feed(AgentRevoked("nobody"))
+    assert scene.agent("a").state == "lost"
+    assert scene.counter("agents.lost.revoked") == 1
+    told = scene.asked(ExplainRequest(subject="a"))
+    assert any("its key was revoked" in line for line in told.reasons)
+    scene.feed(AgentRevoked("a"))
+    assert scene.counter("agents.lost.revoked") == 1
+    scene.joined("a", incarnation=2)  # by a new key
+    assert scene.agent("a").state in ("joining", "ready")
 
 
 def test_a_heartbeat_is_echoed_and_read(scene):
@@ -329,6 +349,7 @@ def test_the_status_says_that_agents_wait_for_the_first_weights():
     scene.joined("a", versions={})
     scene.joined("b", versions={})
     run = scene.core._ctx.tables.runs[RUN]
+    assert "first weights" in scene.run().reason
     assert nobody(scene.core._ctx, run) == (
         f"no agent is ready (2 joining): the first weights of {SOLVER} are not there yet;"
         " its trainer publishes them (is it running?)"

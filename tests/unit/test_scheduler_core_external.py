@@ -316,3 +316,24 @@ def test_a_job_that_fails_everywhere_is_a_failed_result_and_a_dead_letter():
     [result] = results(scene).results
     assert (result.state, result.code) == ("failed", "attempts")
     assert scene.run().dead_letters == 1
+
+
+def test_a_job_that_no_agent_can_take_hides_nobody_elses():
+    scene = make_scene()
+    submitted(scene, make_job("mars", require={"region": ("mars",)}), peer="impatient")
+    submitted(scene, *(make_job(f"j{n}") for n in range(3)))
+    scene.joined("a", slots=64)
+    assert {offer.job for offer in external_offers(scene)} == {
+        "r/x-judge.j0",
+        "r/x-judge.j1",
+        "r/x-judge.j2",
+    }
+
+
+def test_a_pin_that_cannot_come_is_refused_and_one_that_may_is_not(scene):
+    [gone, soon] = submitted(
+        scene, make_job("gone", pinned={"solver": 999_999}), make_job("soon", pinned={"solver": 3})
+    )
+    assert (gone.state, gone.code) == ("refused", "job.invalid")
+    assert "999999" in gone.message
+    assert soon.state == "queued"

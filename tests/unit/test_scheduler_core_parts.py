@@ -192,10 +192,10 @@ def test_a_queue_gives_higher_priority_first_then_index_and_a_head_per_family():
     ]:
         queue.add(job, index, priority, family)
     assert (queue.first(), queue.priority()) == ("c", 2)
-    assert list(queue.heads()) == ["c", "b", "d"]
+    assert list(queue.heads(4)) == ["c", "b", "d"]
     queue.discard("c")
     queue.discard("b")
-    assert list(queue.heads()) == ["d", "a"]
+    assert list(queue.heads(4)) == ["d", "a"]
     assert len(queue) == 2
 
 
@@ -290,3 +290,16 @@ def test_codes_of_peers_are_used_only_when_plain(code, known):
 def test_a_row_that_can_not_be_read_names_itself_and_a_remedy(table, value, text):
     with pytest.raises(StoreError, match=f"{table}/key.*{text}"):
         Tables().load(table, "key", value)
+
+
+def test_lanes_that_cannot_move_do_not_hide_those_behind_them():
+    queue = ReadyQueue()
+    for number in range(40):
+        queue.add(f"job-{number:02}", number, lane=f"lane-{number}")
+    seen = set()
+    for _ in range(20):
+        heads = queue.heads(8)
+        assert len(heads) == len(set(heads)) == 8
+        assert heads[:4] == [f"job-{n:02}" for n in range(4)]
+        seen.update(heads)
+    assert len(seen) == 40

@@ -248,3 +248,21 @@ def test_scenarios_say_what_is_wrong(tmp_path) -> None:
         load_scenario(tmp_path / "missing.toml")
     with pytest.raises(ConfigError, match="shortlist"):
         changed(scheduler={"shortlist": "many"}).core_settings("nearest")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("step = 3", r"`step`; did you mean steps"),
+        ("[faults]\nagent_mtbf = 3", r"at `\$\.faults`; did you mean agent_mtbf_s"),
+        ("[policies.a]\ntrain_time = 3", r"did you mean train_s"),
+        ("[[faults.planned]]\nwhat = 'slow'\nwhere = 'x'\nspeeed = 3", r"did you mean speed"),
+        ("[[faults.partitions]]\nzzz = 3", r"did you mean duration_s, start_s, where\?"),
+        ("[[faults.planned]]\nwhat = 'explode'", r"Invalid value 'explode'"),
+    ],
+)
+def test_keys_that_there_are_not_come_with_a_remedy(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(f'name = "x"\n{text}\n')
+    with pytest.raises(ConfigError, match=says):
+        load_scenario(path)

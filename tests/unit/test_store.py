@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.store import FILE_NAME, MIGRATIONS, STATEMENT_ROWS, SchedulerStore
+from scheduler.store import (
+    FILE_NAME,
+    MIGRATIONS,
+    STATEMENT_ROWS,
+    STATEMENTS,
+    SchedulerStore,
+    _places,
+)
 from transport.errors import StoreError
 
 
@@ -141,6 +148,26 @@ def test_more_rows_than_one_statement_takes(tmp_path):
     store.commit([*gone, ("prompt", "p", b"x")], 2.0)
     assert list(store.rows()) == rows[:3]
     store.close()
+
+
+def test_every_number_of_rows_comes_back_and_goes(tmp_path):
+    store = SchedulerStore.open(tmp_path)
+    for count in (*range(1, 34), 63, 64, 65, STATEMENT_ROWS - 1, STATEMENT_ROWS + 1):
+        rows = [("jobs", f"{number:06d}", b"%d" % number) for number in range(count)]
+        prompts = [("prompt", key, value) for _, key, value in rows]
+        store.commit([*rows, *prompts], 1.0)
+        assert list(store.rows()) == rows
+        store.commit([(table, key, None) for table, key, _ in [*rows[1:], *prompts[1:]]], 2.0)
+        assert list(store.rows()) == rows[:1]
+        assert store.prompts([key for _, key, _ in rows]) == {"000000": b"0"}
+    store.close()
+
+
+def test_statements_have_few_sizes_and_little_in_vain():
+    sizes = {_places(rows) for rows in range(1, STATEMENT_ROWS + 1)}
+    assert 4 * len(sizes) < STATEMENTS
+    assert all(_places(size) == size for size in sizes)
+    assert all(rows <= _places(rows) <= 1.25 * rows for rows in range(1, STATEMENT_ROWS + 1))
 
 
 # ---- prompts ---------------------------------------------------------------------------------

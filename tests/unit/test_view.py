@@ -123,6 +123,8 @@ def test_a_run_shows_its_cost_and_what_waits_in_it() -> None:
     )
     text = drawn(status(runs=(run,)))
     assert "run r · running · 12.35 USD · 3 jobs of others · 2 dead letters · tenant lab" in text
+    stuck = msgspec.structs.replace(run, reason="no agent is ready (1 joining)")
+    assert "run r · running (no agent is ready (1 joining)) ·" in drawn(status(runs=(stuck,)))
     one = msgspec.structs.replace(run, external_open=1, dead_letters=1)
     assert "1 job of others · 1 dead letter ·" in drawn(status(runs=(one,)))
 

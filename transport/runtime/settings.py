@@ -13,8 +13,8 @@ from transport.ids import NAME_RULE, is_name
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=1e9)]
-Bytes = Annotated[int, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
+Bytes = Annotated[int, Meta(ge=0, le=2**50)]
+Count = Annotated[int, Meta(ge=1, le=10**9)]
 
 
 class RelayAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Where the three planes listen (scheduler) or are reached (everybody else); port 0 lets the
     scheduler choose and say so. The scheduler listens on ``enrolment_port`` too while a token lets
     new agents in (``farflow token create``). ``keys`` is the folder of key files, as in
-    ``transport/keys.py``.
+    ``transport/keys.py``; a relative path counts from the folder a command is started in.
     ``weights_lanes`` bounds an agent's connections to the weight store, ``relays`` are those that
     it asks first."""
 
