@@ -39,6 +39,8 @@ from sim.workload import Workload
 OURS: PlacementName = "finish-time"
 REFERENCE: PlacementName = "least-outstanding"
 MIXED = "aws12-mixed"
+SEEDS, STEPS = 8, 60
+QUICK_SEEDS, QUICK_STEPS = 2, 12
 
 RATIO_TARGET, RATIO_LOW_TARGET = 1.25, 1.15
 WASTED_TARGET = 0.5
@@ -330,7 +332,7 @@ def deadlock_rows(steps: int) -> list[Row]:
 
 
 def measure(quick: bool) -> list[Row]:
-    seeds, steps = (2, 12) if quick else (8, 60)
+    seeds, steps = (QUICK_SEEDS, QUICK_STEPS) if quick else (SEEDS, STEPS)
     base = msgspec.structs.replace(mixed(), steps=steps)
     groups, crashing = grouped(base), failing(base)
     pair: tuple[PlacementName, ...] = (OURS, REFERENCE)
@@ -341,7 +343,7 @@ def measure(quick: bool) -> list[Row]:
         rows += rule_rows(scenario, found, targets=scenario is base and not quick)
         rows += oracle_rows(scenario, found)
     rows += rule_rows(crashing, compared(crashing, pair, seeds), targets=False)
-    rows += identical_rows(identical(base), 1 if quick else 4, some)
+    rows += identical_rows(identical(base), 1 if quick else SEEDS // 2, some)
     rows += deadlock_rows(steps)
     rows.append(decision_row(2_000 if quick else 10_000))
     return rows

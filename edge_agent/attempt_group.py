@@ -18,14 +18,14 @@ def group_of(
     policies = tuple(sorted(set(offer.policies.values())))
     index = {policy: number for number, policy in enumerate(policies)}
     prompts: dict[tuple[int, ...], int] = {}
-    for rollout in rollouts:
-        prompts.setdefault(rollout.prompt_tokens, len(prompts))
     try:
+        for rollout in rollouts:
+            prompts.setdefault(tuple(rollout.prompt_tokens), len(prompts))
         sequences = tuple(
-            record_of(rollout, reward, prompts[rollout.prompt_tokens], index)
+            record_of(rollout, reward, prompts[tuple(rollout.prompt_tokens)], index)
             for rollout, reward in zip(rollouts, rewards, strict=True)
         )
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise MalformedWorkflow(f"returned a rollout that does not add up: {error}") from error
     return TrajectoryGroup(
         job=offer.job,

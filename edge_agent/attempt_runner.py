@@ -3,17 +3,20 @@
 What always holds: an attempt that was started reports exactly one of ``GroupSpooled`` (after
 ``GroupGenerated``) or ``AttemptCrashed``, or nothing if it was aborted before its result went to
 disk; whatever a workflow or verifier raises, returns or never returns ends only its own attempt,
-within the time limit; an abort during the write lets the write finish and reports it, so that the
+within the time limit and ``UNWIND_S`` (``containment``); an abort during the write lets the write finish and reports it, so that the
 file is dropped like any other. Finished turns are kept elsewhere as well (``turns``), and a
 workflow goes on from an earlier attempt's where those can be had.
 """
 
 import asyncio
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import structlog
 
 from edge_agent.attempt_group import group_of
+from edge_agent.containment import Containment
 from edge_agent.core.effects import RunAttempt
 from edge_agent.core.events import AttemptCrashed, Event, GroupGenerated, GroupSpooled
 from edge_agent.engine import Engine
@@ -34,6 +37,11 @@ from transport.runtime.clock import Clock
 from transport.summaries import MAX_PACKED_BYTES
 from transport.trajectory import TrajectoryGroup, pack, summarise
 
+UNWIND_S: Final = 5.0
+"""How long a workflow may take to clean up once it is cancelled."""
+TELL_AT_STUCK: Final = 3
+"""So many runaway workflows are an error of the agent's as a whole; told again at each doubling."""
+
 _log = structlog.get_logger()
 
 Key = tuple[str, Fence]
@@ -45,10 +53,22 @@ class WorkflowFailed(FarflowError):
     code = "workflow.error"
 
 
+class WorkflowStuck(FarflowError):
+    """A workflow was not done in time and did not let itself be cancelled."""
+
+    code = "workflow.stuck"
+
+
 class AttemptTimeout(FarflowError):
     """An attempt was not done in time."""
 
     code = "attempt.timeout"
+
+
+class AttemptFailed(FarflowError):
+    """What a workflow returned led to an error that nobody foresaw; the log has where."""
+
+    code = "attempt.error"
 
 
 class AttemptRunner:
@@ -65,6 +85,7 @@ class AttemptRunner:
         timeout_s: float,
         feed: Callable[[Event], None],
         keeper: Keeper | None = None,
+        unwind_s: float = UNWIND_S,
     ) -> None:
         self._engine = engine
         self._rewards = rewards
@@ -74,6 +95,9 @@ class AttemptRunner:
         self._timeout_s = timeout_s
         self._feed = feed
         self._keeper = keeper
+        self._unwind_s = unwind_s
+        self._contained: weakref.WeakSet[Containment] = weakref.WeakSet()
+        self.stuck = 0
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._storing: set[Key] = set()
 
@@ -92,11 +116,14 @@ class AttemptRunner:
             task.cancel()
 
     async def close(self) -> None:
-        """Abort everything; writes under way are finished."""
+        """Abort everything, also what workflows left behind; writes under way are finished."""
         tasks = list(self._tasks.values())
         for name, fence in list(self._tasks):
             self.abort(name, fence)
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(
+            *(one.end(one.tasks(), self._unwind_s) for one in list(self._contained))
+        )
 
     async def _run(self, key: Key, effect: RunAttempt) -> None:
         name, fence = key
@@ -110,34 +137,52 @@ class AttemptRunner:
             )
         except FarflowError as error:
             _log.warning("attempt.failed", attempt=name, code=error.code, reason=str(error))
-            crash = AttemptCrashed(attempt=name, fence=fence, code=error.code, detail=str(error))
-            self._feed(crash)
+            self._crashed(key, error)
+            return
+        except Exception as error:  # whatever it is, it ends this attempt only
+            _log.exception("attempt.error", attempt=name)
+            self._crashed(key, AttemptFailed(f"{type(error).__name__}: {error}"))
             return
         finally:
             self._storing.discard(key)
         _log.debug("attempt.spooled", attempt=name, size_bytes=summary.size_bytes)
         self._feed(GroupSpooled(summary=summary))
 
+    def _crashed(self, key: Key, error: FarflowError) -> None:
+        name, fence = key
+        self._feed(AttemptCrashed(attempt=name, fence=fence, code=error.code, detail=str(error)))
+
     async def _produced(
         self, offer: LeaseOffer, generation_time: GenerationTime
     ) -> TrajectoryGroup:
+        contained = Containment()
+        self._contained.add(contained)
         try:
             async with asyncio.timeout(self._timeout_s):
                 code = self._workflows[offer.workflow].fingerprint
                 async with TurnsOfAttempt(offer, code, self._engine, self._keeper) as turns:
-                    rollouts = await self._rolled_out(offer, generation_time, turns)
+                    rollouts = await self._rolled_out(offer, generation_time, turns, contained)
                 self._feed(GroupGenerated(attempt=offer.attempt, fence=offer.fence))
                 rewards = await self._scored(offer, rollouts)
         except TimeoutError as error:
+            if contained.stuck:
+                raise WorkflowStuck(
+                    f"not done within {self._timeout_s:g} s, nor {self._unwind_s:g} s after it was "
+                    "cancelled, so it was closed: let CancelledError through"
+                ) from error
             raise AttemptTimeout(f"not done within {self._timeout_s:g} s") from error
         return group_of(offer, [rollout for _, rollout in rollouts], rewards)
 
     async def _rolled_out(
-        self, offer: LeaseOffer, generation_time: GenerationTime, turns: TurnsOfAttempt
+        self,
+        offer: LeaseOffer,
+        generation_time: GenerationTime,
+        turns: TurnsOfAttempt,
+        contained: Containment,
     ) -> list[tuple[Item, Rollout]]:
         """The workflow's rollouts of every item, in order."""
         workflow = self._workflows[offer.workflow]
-        calls = []
+        tasks = []
         for position, item in enumerate(offer.items):
             context = WorkflowContext(
                 offer,
@@ -148,22 +193,33 @@ class AttemptRunner:
                 resumed=turns.resumed(position),
                 turns_finished=turns.heard(position),
             )
-            calls.append(workflow.function(context, item))
-        tasks = [asyncio.ensure_future(call) for call in calls]
+            tasks.append(contained.start(_called(workflow, context, item)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in tasks:
                 if task.done():
                     _raise_if_failed(task)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await contained.end(tasks, self._unwind_s)
+            if contained.stuck:
+                self._ran_away(offer)
         return [
             (item, rollout)
             for item, task in zip(offer.items, tasks, strict=True)
             for rollout in checked(task.result(), item, offer.group_size)
         ]
+
+    def _ran_away(self, offer: LeaseOffer) -> None:
+        self.stuck += 1
+        _log.warning("workflow.stuck", attempt=offer.attempt, workflow=offer.workflow)
+        times, rest = divmod(self.stuck, TELL_AT_STUCK)
+        if not rest and times & (times - 1) == 0:
+            _log.error(
+                "agent.workflows_stuck",
+                count=self.stuck,
+                workflow=offer.workflow,
+                remedy="its workflows catch CancelledError and go on: mend them, restart the agent",
+            )
 
     async def _scored(
         self, offer: LeaseOffer, rollouts: Sequence[tuple[Item, Rollout]]
@@ -186,6 +242,11 @@ class AttemptRunner:
         summary = summarise(group, body, fence=fence, queued_s=queued_s, generating_s=generating_s)
         self._spool.put(summary, body)
         return summary
+
+
+async def _called(workflow: Workflow, context: WorkflowContext, item: Item) -> Sequence[Rollout]:
+    """So that a call with the wrong parameters is an error of the workflow's as well."""
+    return await workflow.function(context, item)
 
 
 def _raise_if_failed(task: "asyncio.Future[Sequence[Rollout]]") -> None:

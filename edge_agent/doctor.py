@@ -32,6 +32,7 @@ from transport.links import Link, Network, ServerKeys
 from transport.messages import PROTOCOL_VERSION, Plane, Probe, ProbeReply, Refuse
 from transport.plane_links import bracketed, link_options
 from transport.runtime.clock import Clock
+from transport.runtime.commands import run_command
 from transport.runtime.files import atomic_write, private_dir
 from transport.runtime.settings import TransportConfig
 
@@ -361,23 +362,11 @@ def first_wrong(findings: list[Finding]) -> Finding | None:
 async def _call(within_s: float, *argv: str) -> tuple[int | None, str]:
     """Status and output of a command; None when it cannot be started or does not end in time."""
     try:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "LC_ALL": "C"},
-        )
-    except OSError:
-        return None, ""
-    try:
         async with asyncio.timeout(within_s):
-            out, _ = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+            status, out = await run_command(argv, environment={**os.environ, "LC_ALL": "C"})
+    except (OSError, TimeoutError):
         return None, ""
-    return process.returncode, out.decode("utf-8", "replace")
+    return status, out.decode("utf-8", "replace")
 
 
 def _port(transport: TransportConfig, plane: Plane) -> int:

@@ -2,15 +2,13 @@
 
 What always holds: a reward is the verifier's own finite number or there is an error with a stable
 code, never a 0 in its place; a verifier runs in a process of its own (plain comparison excepted)
-which is killed when it takes longer than the time limit and started anew for the next request; at
-most ``workers`` such processes exist, started when first needed.
+which is killed, with all that it started, when it takes longer than the time limit and started anew
+for the next request; at most ``workers`` such processes exist, started when first needed.
 """
 
 import asyncio
 import contextlib
 import importlib.util
-import os
-import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +26,7 @@ from edge_agent.reward_worker import (
 )
 from transport.errors import RewardError
 from transport.messages import Item, RewardSpec
+from transport.runtime.commands import Talk, start_talk
 from transport.runtime.processes import child_environment
 
 WORKERS = 2
@@ -66,7 +65,7 @@ def available_rewards() -> tuple[str, ...]:
 class _Worker:
     """One verifier process."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: Talk) -> None:
         self._process = process
         self._last_words: deque[str] = deque(maxlen=_STDERR_LINES)
         self._listening = asyncio.create_task(self._listen())
@@ -74,13 +73,7 @@ class _Worker:
     @classmethod
     async def start(cls, command: Sequence[str]) -> "_Worker":
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=child_environment(),
-            )
+            process = await start_talk(command, environment=child_environment())
         except OSError as error:
             raise RewardCrashed(f"cannot start a verifier process: {error}") from error
         _log.info("reward.worker_started", pid=process.pid)
@@ -108,11 +101,7 @@ class _Worker:
             raise RewardCrashed(f"the verifier process answers nonsense: {error}") from error
 
     async def kill(self) -> None:
-        if self._process.returncode is None:
-            # Not Process.kill: that polls first, and the loop's own watcher would lose the status.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        await self._process.end()
         await self._listening
 
     async def _end(self) -> None:

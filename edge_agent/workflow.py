@@ -13,7 +13,8 @@ that returns anything else than ``group_size`` well-formed rollouts per item fai
 part of a group would bias its lengths). Its fingerprint is the SHA-256 of the source of the module
 that defines it: two agents with the same one run the same code.
 
-Workflows run on the agent's event loop and must not block it; what they await may be cancelled.
+Workflows run on the agent's event loop and must not block it; what they await may be cancelled, and
+one that does not end then is closed, with the tasks that it started (``edge_agent.containment``).
 One of several turns says ``context.turn_finished`` after each, and begins with ``context.resumed``
 where an earlier attempt had got to, if it got anywhere: see ``edge_agent.workflows.multi_turn``.
 """
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from edge_agent.containment import ours
 from edge_agent.engine import Completion, Engine, GenerationRequest, SamplingParams
 from edge_agent.rewards import RewardPool
 from transport.errors import ConfigError, FarflowError
@@ -175,7 +177,7 @@ class PolicyHandle:
                 seed=context.seed,
             ),
         )
-        with context.generation_time:
+        with context.generation_time, ours():
             completions = await context.engine.generate(request)
         return [
             Generated(
@@ -245,7 +247,8 @@ class WorkflowContext:
             RewardError: a response could not be scored.
         """
         pairs = [(self._item, response) for response in responses]
-        return await self._rewards.score(self._reward, pairs)
+        with ours():
+            return await self._rewards.score(self._reward, pairs)
 
     def turn_finished(self, siblings: Sequence[Sibling]) -> None:
         """All siblings as they stand now that one of them has finished a turn. Costs next to
@@ -300,9 +303,10 @@ def load_workflow(reference: str) -> Workflow:
         raise ConfigError(f"workflow {reference!r}: is not of the form module:function")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
+    except (Exception, SystemExit) as error:
+        said = str(error) if isinstance(error, (ImportError, SyntaxError)) else repr(error)
         raise ConfigError(
-            f"workflow {reference!r}: {error}; install its package into the agent's environment "
+            f"workflow {reference!r}: {said}; install its package into the agent's environment "
             "(`pip install PACKAGE`), or add the folder it is in to PYTHONPATH"
         ) from error
     function = _registry.get((module.__name__, name)) or getattr(module, name, None)
@@ -334,6 +338,8 @@ def checked(returned: object, item: Item, group_size: int) -> list[Rollout]:
     for rollout in returned:
         if not isinstance(rollout, Rollout):
             raise MalformedWorkflow(f"returned a {type(rollout).__name__} among its rollouts")
+        if not isinstance(rollout.parts, (list, tuple)):
+            raise MalformedWorkflow(f"returned a rollout with the parts {rollout.parts!r:.80}")
         if not any(isinstance(part, Generated) for part in rollout.parts):
             raise MalformedWorkflow("returned a rollout in which no policy generated anything")
         reward = rollout.reward

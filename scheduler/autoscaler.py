@@ -6,10 +6,11 @@ than a quarter (or begun or ceased to be wanted at all), and not again before ``
 
 What always holds: one call at a time, ended after ``timeout_s``; a hook that fails is logged and
 tried again after the cool-down, and nothing else depends on it; the command runs without a shell.
+It leads a process group of its own, and when it ends, or is ended, what is left of that group is
+killed: what is to go on after the call is started with ``setsid``.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Final
 
@@ -19,6 +20,7 @@ from msgspec import Meta
 
 from transport.errors import FarflowError
 from transport.runtime.clock import Clock
+from transport.runtime.commands import run_command
 from transport.runtime.settings import PositiveSeconds, Seconds
 from transport.status import DemandStatus
 
@@ -118,23 +120,11 @@ class Autoscaler:
             _log.info("autoscaler.called", more_slots=slots)
 
     async def _execute(self, body: bytes) -> None:
-        process = await asyncio.create_subprocess_exec(
-            *self._table.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            said, _ = await asyncio.gather(_tail(process.stderr), _feed(process.stdin, body))
-            await process.wait()
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        if process.returncode:
+        command = self._table.command
+        status, said = await run_command(command, body=body, stdout=asyncio.subprocess.DEVNULL)
+        if status:
             text = said.decode(errors="replace").strip()[-MAX_OUTPUT:]
-            raise HookFailed(f"{self._table.command[0]}: exit status {process.returncode}: {text}")
+            raise HookFailed(f"{command[0]}: exit status {status}: {text}")
 
     async def _post(self, body: bytes) -> None:
         import aiohttp
@@ -149,23 +139,6 @@ class Autoscaler:
                     raise HookFailed(f"{self._table.webhook}: HTTP status {answer.status}")
         except aiohttp.ClientError as error:
             raise HookFailed(f"{self._table.webhook}: {error}") from error
-
-
-async def _tail(stream: asyncio.StreamReader | None) -> bytes:
-    """The last ``MAX_OUTPUT`` bytes of a stream, read to its end."""
-    tail = b""
-    while stream is not None and (read := await stream.read(4096)):
-        tail = (tail + read)[-MAX_OUTPUT:]
-    return tail
-
-
-async def _feed(stream: asyncio.StreamWriter | None, body: bytes) -> None:
-    """Write all of it, if the program cares to read."""
-    if stream is not None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            stream.write(body)
-            await stream.drain()
-        stream.close()
 
 
 def _changed(before: int, now: int) -> bool:

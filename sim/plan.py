@@ -197,7 +197,7 @@ def candidates(scenario: Scenario, seed: int) -> list[Variant]:
             usd_hour=None,
         )
     )
-    if workload.delta_bytes > 1:
+    if workload.delta_bytes > 1 and not workload.deltas_file:
         smaller = with_value(scenario, "workload.delta_bytes", workload.delta_bytes // 2)
         found.append(Variant(what="half the delta", kind="delta", scenario=smaller))
     looser, faster = scenario, with_value(scenario, "workload.train_s", workload.train_s / 2)

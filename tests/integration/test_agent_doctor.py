@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+import structlog
 from click.testing import CliRunner
 from key_cloud import KeyCloud
 
@@ -185,7 +186,14 @@ async def test_commands_that_hang_or_are_not_there_are_bounded():
     assert await doctor._call(5.0, "echo", "word") == (0, "word\n")
 
 
-def test_the_command_says_it_in_json_and_by_its_exit_status(tmp_path):
+@pytest.fixture
+def logging_as_before():
+    """The command configures logging, which tests that look at log lines must not inherit."""
+    yield
+    structlog.reset_defaults()
+
+
+def test_the_command_says_it_in_json_and_by_its_exit_status(tmp_path, logging_as_before):
     create_keys(tmp_path / "keys", agents=["a"])
     config = {
         "transport": {"control_port": 1, "keys": str(tmp_path / "keys")},

@@ -24,7 +24,7 @@ class Mouth:
     port = 7700
     endpoint = "tcp://127.0.0.1:7700"
     peers = 0
-    dropped = handshake_failures = 0
+    dropped = handshake_failures = hung_up = 0
     last_failure = ""
 
     def __init__(self) -> None:

@@ -30,6 +30,25 @@ SMALL = Scenario(
 )
 
 
+RICH = msgspec.structs.replace(
+    SMALL,
+    workload=msgspec.structs.replace(
+        SMALL.workload, turns=(1, 3), tool_s=1.0, tool_cv=1.0, train_cv=0.3
+    ),
+    faults=FaultSpec(
+        preempt_mtbf_s=50.0,
+        preempt_notice_s=5.0,
+        preempt_down_s=5.0,
+        slow_mtbf_s=30.0,
+        agent_mtbf_s=80.0,
+        agent_wiped_share=0.5,
+        link_mtbf_s=100.0,
+        clock_skew_s=3.0,
+    ),
+)
+"""A bit of everything."""
+
+
 def changed(**changes: object) -> Scenario:
     return msgspec.structs.replace(SMALL, **changes)
 
@@ -44,9 +63,9 @@ def checked(scenario: Scenario, seed: int = 0, placement: str = "finish-time") -
 
 def test_the_same_seed_gives_the_same_history_under_any_hash_seed() -> None:
     code = (
-        "import sys; sys.path.insert(0, 'tests/unit'); from test_sim_run import SMALL;"
+        "import sys; sys.path.insert(0, 'tests/unit'); from test_sim_run import RICH, SMALL;"
         "from sim.run import simulate;"
-        "print(simulate(SMALL, 'finish-time', 3, history=True).digest)"
+        "print(*(simulate(s, 'finish-time', 3, history=True).digest for s in (SMALL, RICH)))"
     )
     digests = {
         subprocess.run(
@@ -58,10 +77,13 @@ def test_the_same_seed_gives_the_same_history_under_any_hash_seed() -> None:
         ).stdout.strip()
         for hash_seed in ("0", "1")
     }
-    digests.add(simulate(SMALL, "finish-time", 3, history=True).digest)
-    assert len(digests) == 1
-    assert len(digests.pop()) == 32
-    assert simulate(SMALL, "finish-time", 4, history=True).digest not in digests
+    small, rich = (
+        simulate(scenario, "finish-time", 3, history=True).digest for scenario in (SMALL, RICH)
+    )
+    assert digests == {f"{small} {rich}"}
+    assert len(small) == len(rich) == 32
+    assert small != rich
+    assert simulate(SMALL, "finish-time", 4, history=True).digest != small
 
 
 def test_what_was_recorded_gives_the_same_effects_again() -> None:

@@ -27,6 +27,7 @@ import msgspec
 import structlog
 
 from transport.errors import ProcessFailed, StoreError
+from transport.runtime.commands import DRAIN_S, kill_group
 from transport.runtime.files import store_errors
 from transport.runtime.origin import EXIT_CONFIG
 from transport.runtime.shutdown import ShutdownSignal
@@ -37,8 +38,6 @@ LOG_CHECK_S: Final = 5.0
 """How often a log is measured; it may pass its limit by what the child writes in that time."""
 LOG_TAIL_BYTES: Final = 2_000
 """How much of the log an error message quotes."""
-DRAIN_S: Final = 1.0
-"""After the exit, last lines are read for so long, should a runaway descendant hold the pipe."""
 
 _log = structlog.get_logger()
 
@@ -158,8 +157,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
 
     def kill(self) -> None:
         """SIGKILL to the child's whole group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a zombie's group
-            os.killpg(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
 
     def failure(self, what: str) -> ProcessFailed:
         """An error about this child that shows how it ended and the end of its log."""
