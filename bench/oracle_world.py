@@ -125,5 +125,7 @@ def the_policy(scenario: Scenario) -> Policy:
         if getattr(scenario.workload, key) != getattr(simple, key):
             raise ConfigError(f"workload.{key}: the oracle does not model it; leave it out")
     shape = next(iter(scenario.policies.values()))
+    if shape.train_cv:
+        raise ConfigError("policies: train_cv: the oracle does not model it; leave it out")
     train_s = scenario.workload.train_s if shape.train_s is None else shape.train_s
     return Policy(shape.batch_groups, shape.max_policy_lag, train_s)

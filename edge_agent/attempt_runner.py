@@ -3,9 +3,9 @@
 What always holds: an attempt that was started reports exactly one of ``GroupSpooled`` (after
 ``GroupGenerated``) or ``AttemptCrashed``, or nothing if it was aborted before its result went to
 disk; whatever a workflow or verifier raises, returns or never returns ends only its own attempt,
-within the time limit and ``UNWIND_S`` (``containment``); an abort during the write lets the write finish and reports it, so that the
-file is dropped like any other. Finished turns are kept elsewhere as well (``turns``), and a
-workflow goes on from an earlier attempt's where those can be had.
+within the time limit and ``UNWIND_S`` (``containment``); an abort during the write lets the write
+finish and reports it, so that the file is dropped like any other. Finished turns are kept elsewhere
+as well (``turns``), and a workflow goes on from an earlier attempt's where those can be had.
 """
 
 import asyncio
@@ -139,7 +139,7 @@ class AttemptRunner:
             _log.warning("attempt.failed", attempt=name, code=error.code, reason=str(error))
             self._crashed(key, error)
             return
-        except Exception as error:  # whatever it is, it ends this attempt only
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this attempt only
             _log.exception("attempt.error", attempt=name)
             self._crashed(key, AttemptFailed(f"{type(error).__name__}: {error}"))
             return

@@ -4,9 +4,9 @@
 only if its coroutine lets the CancelledError through. A contained coroutine is stepped by one of
 ours, so neither is up to it.
 
-What always holds: SystemExit and KeyboardInterrupt become ``WorkflowExit``; a
-coroutine that is given up is closed where it waits, and, if it resists even that, never stepped
-again. The same goes for every task that a contained coroutine creates, save inside ``ours``.
+What always holds: SystemExit and KeyboardInterrupt become ``WorkflowExit``; a coroutine that is
+given up is closed where it waits, and, if it resists even that, never stepped again. The same goes
+for every task that a contained coroutine creates, save inside ``ours``.
 
 A real Ctrl-C or SIGTERM is a callback of the loop (``transport.runtime.shutdown``) and never raised
 in a task, so it is not caught here.

@@ -20,6 +20,9 @@ from transport.errors import InvariantViolation
 MAX_AT_ONCE: Final = 1_000_000
 """Events of one instant after which nothing can be expected to end."""
 
+WALL_START_S: Final = 1.5e9
+"""What wall clocks that are right show at time 0."""
+
 Call = Callable[[Any], None]
 
 

@@ -18,7 +18,7 @@ from sim.actors.modelled import Spooled
 from sim.actors.names import LOG, SCHEDULER, STORE
 from sim.actors.weight_copies import WeightCopies
 from sim.faults import Fault
-from sim.kernel import Alarm, Kernel
+from sim.kernel import WALL_START_S, Alarm, Kernel
 from sim.ledger import Ledger
 from sim.network import Network
 from sim.workload import Draws, make_digest
@@ -85,6 +85,7 @@ class AgentActor:
         self._seed = seed
         self._check = check
         self._incarnation = 0
+        self._number = 0
         self._spool: dict[str, Spooled] = {}
         self._weights = WeightCopies(
             self,
@@ -119,6 +120,11 @@ class AgentActor:
         """How often it was started."""
         return self._incarnation
 
+    @property
+    def _wall_s(self) -> float:
+        """What its wall clock shows."""
+        return self._kernel.now + WALL_START_S + self._ahead_s
+
     # ---- life ----------------------------------------------------------------------------------
 
     def start(self, _: object = None) -> None:
@@ -127,10 +133,12 @@ class AgentActor:
             self._closing = False
             self._network.reset(self.name)
         self._incarnation += 1
+        # As the production daemon counts its lives: by the clock where the disk was lost.
+        self._number = max(self._number + 1, int(self._wall_s))
         self.alive = True
         self.core = AgentCore(
             self._settings,
-            incarnation=self._incarnation,
+            incarnation=self._number,
             build="sim",
             rng=random.Random(self._seed * 1009 + self._incarnation),  # noqa: S311
             spooled=[kept.summary for kept in self._spool.values()],
@@ -167,6 +175,7 @@ class AgentActor:
 
     def wipe(self) -> None:
         """Its disk is gone, while it does not run; the initial models are in its image."""
+        self._number = 0
         self._spool.clear()
         self._weights.wipe()
 
@@ -227,7 +236,7 @@ class AgentActor:
                     waiting_sequences=engine.waiting,
                     bytes_up=0,
                     bytes_down=0,
-                    wall_s=self._kernel.now + self._ahead_s,
+                    wall_s=self._wall_s,
                 )
             )
 

@@ -21,7 +21,7 @@ from scheduler.core.events import (
 from scheduler.core.machine import SchedulerCore
 from scheduler.core.settings import CoreSettings
 from sim.actors.names import LOG, SCHEDULER, STORE
-from sim.kernel import Alarm, Kernel
+from sim.kernel import WALL_START_S, Alarm, Kernel
 from sim.network import Network
 from sim.workload import make_items
 from transport.messages import CommandReply, HeartbeatReply, Message, RunSubmit
@@ -103,9 +103,9 @@ class SchedulerActor:
         self._alarm.set(core.next_deadline())
 
     def _stamped(self, reply: HeartbeatReply) -> HeartbeatReply:
-        """With the wall clock, here virtual time, as the control plane does."""
-        now = self._kernel.now
-        return msgspec.structs.replace(reply, received_s=now, replied_s=now)
+        """With the wall clock, as the control plane does."""
+        wall_s = self._kernel.now + WALL_START_S
+        return msgspec.structs.replace(reply, received_s=wall_s, replied_s=wall_s)
 
     def _perform(self, effect: do.Effect) -> None:
         match effect:

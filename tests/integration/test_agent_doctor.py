@@ -181,7 +181,9 @@ async def test_a_wrong_clock_is_a_warning_with_its_size(patient):
 
 @pytest.mark.asyncio
 async def test_commands_that_hang_or_are_not_there_are_bounded():
-    assert await doctor._call(0.2, "sleep", "60") == (None, "")
+    async with asyncio.timeout(10):
+        assert await doctor._call(0.2, "sleep", "60") == (None, "")
+        assert await doctor._call(0.2, "/bin/sh", "-c", "sleep 60; true") == (None, "")
     assert await doctor._call(5.0, "no-such-command-here") == (None, "")
     assert await doctor._call(5.0, "echo", "word") == (0, "word\n")
 

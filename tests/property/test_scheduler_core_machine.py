@@ -131,6 +131,11 @@ class SchedulerWorld(RuleBasedStateMachine):
         else:
             self.world.agent_returns(agent)
 
+    @rule(agent=AGENTS)
+    def key_is_revoked(self, agent) -> None:
+        """The next hello of the name is that of a new key."""
+        self.world.agent_revoked(agent)
+
     @rule(at=PLACES, again=st.booleans())
     def log_announces(self, at, again) -> None:
         self.world.log_announces(at, again=again)

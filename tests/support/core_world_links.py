@@ -22,7 +22,7 @@ from scheduler.core.effects import (
     StartTaskSource,
     StopTaskSource,
 )
-from scheduler.core.events import FromAgent, FromService, FromTrainer, ItemsProduced
+from scheduler.core.events import AgentRevoked, FromAgent, FromService, FromTrainer, ItemsProduced
 from scheduler.core.settings import TRAJECTORY_LOG, WEIGHT_STORE
 from transport.ids import policy_id, policy_name
 from transport.messages import (
@@ -157,6 +157,10 @@ class LinkedWorld:
 
     def _say(self, peer: str, message: Message) -> None:
         self.to_core.setdefault(peer, []).append(message)
+
+    def agent_revoked(self, agent: str) -> None:
+        """The key of ``agent`` is taken back; its name speaks on with another one."""
+        self._execute(self.scene.feed(AgentRevoked(agent)))
 
     def _event(self, peer: str, message: Message) -> Any:
         if peer in self.agents:

@@ -51,16 +51,20 @@ class Bench:
         self.model = make_numpy_model(folder / "model")
         self.events: list[Event] = []
         self.generated = asyncio.Event()
+        self.rewards = RewardPool(1.0)
 
-    def runner(self, function: WorkflowFunction, timeout_s: float = 5.0) -> AttemptRunner:
+    def runner(
+        self, function: WorkflowFunction, timeout_s: float = 5.0, unwind_s: float = 5.0
+    ) -> AttemptRunner:
         return AttemptRunner(
             self.engine,
-            RewardPool(1.0),
+            self.rewards,
             self.spool,
             {"w": Workflow("w", "", function)},
             clock=SystemClock(),
             timeout_s=timeout_s,
             feed=self.feed,
+            unwind_s=unwind_s,
         )
 
     def feed(self, event: Event) -> None:
@@ -74,11 +78,15 @@ class Bench:
             await self.engine.load_policy(policy, self.model, 3)
 
     async def run(
-        self, function: WorkflowFunction, timeout_s: float = 5.0, **changes: Any
+        self,
+        function: WorkflowFunction,
+        timeout_s: float = 5.0,
+        unwind_s: float = 5.0,
+        **changes: Any,
     ) -> list[Event]:
         """The events of one attempt, to its end."""
         await self.start()
-        runner = self.runner(function, timeout_s)
+        runner = self.runner(function, timeout_s, unwind_s)
         async with asyncio.TaskGroup() as tasks:
             runner.start(RunAttempt(offer=offer(**changes), queued_s=0.5), tasks)
         await self.engine.close()

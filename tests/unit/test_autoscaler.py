@@ -6,6 +6,7 @@ import sys
 
 import msgspec
 import pytest
+import structlog
 from aiohttp import web
 
 from scheduler.autoscaler import Autoscaler, AutoscalerTable, CallRule
@@ -75,8 +76,9 @@ async def test_a_command_gets_the_demand_on_its_standard_input(tmp_path):
         "import sys; print('x' * 10**6, file=sys.stderr); sys.exit(3)",
         "import sys; sys.stdin.close(); sys.exit(1)",
         "import time; time.sleep(600)",
+        "import subprocess; subprocess.run(['sleep', '600'])",
     ],
-    ids=["loud", "deaf", "endless"],
+    ids=["loud", "deaf", "endless", "with an endless child"],
 )
 async def test_a_bad_command_is_ended_and_told_again_later(script):
     table = AutoscalerTable(command=(sys.executable, "-c", script), cool_down_s=0.0, timeout_s=1.0)
@@ -85,6 +87,18 @@ async def test_a_bad_command_is_ended_and_told_again_later(script):
         await scaler.look()
         await scaler.look()
     assert scaler.calls == 2
+
+
+@pytest.mark.asyncio
+async def test_a_command_is_over_when_it_ends_whatever_it_leaves_running():
+    table = AutoscalerTable(command=("/bin/sh", "-c", "cat >&2; sleep 600 & exit 3"))
+    scaler = Autoscaler(table, SystemClock(), lambda: (demand(8),))
+    with structlog.testing.capture_logs() as logs:
+        async with asyncio.timeout(10):
+            await scaler.look()
+    (line,) = logs
+    assert "exit status 3" in line["reason"]
+    assert '"more_slots":8' in line["reason"]
 
 
 @pytest.mark.asyncio

@@ -176,5 +176,8 @@ def test_what_it_does_not_model_is_refused() -> None:
     work = msgspec.structs.replace(SMALL.workload, turns=(1, 3))
     with pytest.raises(ConfigError, match=r"workload\.turns: the oracle does not model it"):
         trainer_bound(changed(workload=work), 0)
+    shape = PolicyShape(batch_groups=4, train_cv=0.5)
+    with pytest.raises(ConfigError, match="train_cv: the oracle does not model it"):
+        clairvoyant(changed(policies={"policy": shape}), 0)
     with pytest.raises(ConfigError, match="give at least one of each"):
         clairvoyant(SMALL, 0, paces=())

@@ -150,6 +150,16 @@ async def test_a_hanging_verifier_is_killed_and_the_next_request_is_served(
 
 
 @pytest.mark.asyncio
+async def test_a_verifier_that_hangs_in_a_child_of_its_own_gives_its_permit_back() -> None:
+    pool = RewardPool(0.05, workers=1, command=("/bin/sh", "-c", "sleep 600; true"))
+    async with asyncio.timeout(10):
+        for _ in range(2):
+            with pytest.raises(RewardTimeout):
+                await pool.score(MATH, [(item(), "x")])
+        await pool.close()
+
+
+@pytest.mark.asyncio
 async def test_a_crash_quotes_the_last_words(pool: RewardPool) -> None:
     with pytest.raises(RewardCrashed, match=r"status 1: .*went up in smoke"):
         await pool.score(MATH, [(item(), "crash")])

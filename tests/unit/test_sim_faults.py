@@ -259,6 +259,24 @@ def test_a_clock_can_jump() -> None:
     assert offset == pytest.approx(-60.0, abs=0.2)
 
 
+@pytest.mark.parametrize(("wiped", "comes_back"), [(False, True), (True, False)])
+def test_a_replacement_whose_clock_is_behind_is_taken_for_an_older_life(
+    wiped: bool, comes_back: bool
+) -> None:
+    """The one thing that depends on a wall clock: lives are numbered by it where the disk that had
+    the last number is lost."""
+    spec = FaultSpec(
+        planned=(
+            PlannedSkew(where="far-0", ahead_s=-3600.0, at_s=20.0),
+            PlannedCrash(where="far-0", at_s=21.0, down_s=5.0, wiped=wiped),
+        )
+    )
+    simulation = world(spec, steps=10)
+    ended(simulation)
+    assert simulation.agents["far-0"].lives == 2
+    assert simulation.agents["far-0"].alive is comes_back
+
+
 def test_faults_are_the_same_under_every_rule() -> None:
     spec = FaultSpec(preempt_mtbf_s=50.0, slow_mtbf_s=50.0, clock_skew_s=1.0)
     plans = []

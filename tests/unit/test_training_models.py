@@ -204,9 +204,9 @@ def test_all_systems_get_the_lengths_that_the_production_scheduler_hands_out() -
     for agent in simulation.agents.values():
         real = agent.engine.start
 
-        def start(effect, lengths, real=real):
+        def start(effect, lengths, *turns, real=real):
             seen[effect.offer.job] = tuple(lengths)
-            real(effect, lengths)
+            real(effect, lengths, *turns)
 
         agent.engine.start = start  # type: ignore[method-assign]
     simulation.run()

@@ -1,18 +1,22 @@
 """Workflows: what they see, what they may return, and what happens when they misbehave."""
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import structlog
 from workflow_bench import JUDGE, SOLVER, Bench, crash, offer
 
 from edge_agent.core.effects import RunAttempt
 from edge_agent.core.events import GroupGenerated, GroupSpooled
 from edge_agent.engines.fake_policy import CHARACTERS
+from edge_agent.rewards import RewardPool
 from edge_agent.spool import Spool
 from edge_agent.workflow import (
     Observed,
@@ -220,6 +224,175 @@ async def test_a_workflow_that_never_returns_is_bounded(bench: Bench) -> None:
     assert (failed.code, failed.detail) == ("attempt.timeout", "not done within 0.02 s")
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("nested", [False, True], ids=["itself", "in a task of its own"])
+@pytest.mark.asyncio
+async def test_a_workflow_that_would_end_the_process_ends_its_attempt(
+    bench: Bench, error: BaseException, nested: bool
+) -> None:
+    async def leaves() -> None:
+        raise error
+
+    async def leaving(context: WorkflowContext, item: Item) -> Any:
+        if nested:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(leaves())
+        await leaves()
+
+    failed = crash(await bench.run(leaving))
+    assert failed.code == "workflow.exit"
+    assert failed.detail.startswith(type(error).__name__)
+
+
+async def swallows(context: WorkflowContext, item: Item) -> Any:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+
+async def swallows_everything(context: WorkflowContext, item: Item) -> Any:
+    while True:
+        with contextlib.suppress(BaseException):
+            await asyncio.Event().wait()
+
+
+async def swallows_below(context: WorkflowContext, item: Item) -> Any:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(swallows(context, item))
+
+
+async def generates_for_ever(context: WorkflowContext, item: Item) -> Any:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await context.policy().generate(item.prompt)
+
+
+@pytest.mark.parametrize(
+    "function", [swallows, swallows_everything, swallows_below, generates_for_ever]
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.asyncio
+async def test_a_workflow_that_swallows_its_cancellation_is_ended(
+    bench: Bench, function: WorkflowFunction
+) -> None:
+    async with asyncio.timeout(10):
+        failed = crash(await bench.run(function, timeout_s=0.02, unwind_s=0.02))
+    assert failed.code == "workflow.stuck"
+    assert "let CancelledError through" in failed.detail
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing runs on"
+
+
+@pytest.mark.asyncio
+async def test_runaway_workflows_are_counted_and_told_at_each_doubling(bench: Bench) -> None:
+    await bench.start()
+    runner = bench.runner(swallows, 0.001, unwind_s=0.001)
+    with structlog.testing.capture_logs() as logs:
+        for number in range(7):
+            attempt = RunAttempt(offer=offer(attempt=f"run/t-1#{number}"), queued_s=0.0)
+            async with asyncio.TaskGroup() as tasks:
+                runner.start(attempt, tasks)
+    assert runner.stuck == 7
+    errors = [line for line in logs if line["log_level"] == "error"]
+    assert [line["count"] for line in errors] == [3, 6]
+
+
+@pytest.mark.asyncio
+async def test_an_aborted_runaway_reports_nothing_and_closing_leaves_nothing(bench: Bench) -> None:
+    left: list[asyncio.Task[Any]] = []
+    started = asyncio.Event()
+
+    async def leaves_a_task(context: WorkflowContext, item: Item) -> Any:
+        left.append(asyncio.create_task(swallows(context, item)))
+        await asyncio.sleep(0)
+        started.set()
+        return await swallows(context, item)
+
+    await bench.start()
+    runner = bench.runner(leaves_a_task, unwind_s=0.02)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        runner.start(RunAttempt(offer=offer(), queued_s=0.0), tasks)
+        await started.wait()
+        runner.abort("run/t-000001#1", (1, 1))
+        await runner.close()
+    assert (bench.events, runner.stuck) == ([], 1)
+    assert left[0].done()
+
+
+@pytest.mark.asyncio
+async def test_what_a_workflow_leaves_running_lives_until_the_agent_closes(bench: Bench) -> None:
+    left: list[asyncio.Task[Any]] = []
+    single = load_workflow("single_turn").function
+
+    async def leaves_a_task(context: WorkflowContext, item: Item) -> Any:
+        left.append(asyncio.create_task(swallows(context, item)))
+        return await single(context, item)
+
+    await bench.start()
+    runner = bench.runner(leaves_a_task, unwind_s=0.02)
+    async with asyncio.TaskGroup() as tasks:
+        runner.start(RunAttempt(offer=offer(), queued_s=0.0), tasks)
+    assert isinstance(bench.events[-1], GroupSpooled)
+    assert not left[0].done()
+    async with asyncio.timeout(10):
+        await runner.close()
+    assert left[0].done()
+
+
+@pytest.mark.asyncio
+async def test_a_task_that_the_agent_starts_for_a_workflow_is_not_the_workflows(
+    bench: Bench,
+) -> None:
+    started: list[asyncio.Task[Any]] = []
+
+    class Pool(RewardPool):
+        async def score(self, *_: object) -> list[float]:
+            started.append(asyncio.create_task(asyncio.Event().wait()))
+            return [1.0]
+
+    bench.rewards = Pool(1.0)
+
+    async def scores(context: WorkflowContext, item: Item) -> Any:
+        await context.score(["x"])
+        return await swallows(context, item)
+
+    failed = crash(await bench.run(scores, timeout_s=0.02, unwind_s=0.02))
+    assert failed.code == "workflow.stuck"
+    assert not started[0].done()
+    started[0].cancel()
+
+
+@pytest.mark.asyncio
+async def test_a_wrong_signature_ends_its_attempt(bench: Bench) -> None:
+    async def no_item(context: WorkflowContext) -> Any:
+        return []
+
+    failed = crash(await bench.run(no_item))  # type: ignore[arg-type]
+    assert failed.code == "workflow.error"
+    assert "positional argument" in failed.detail
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "words"),
+    [
+        ({"prompt_tokens": [[1]]}, "workflow.malformed", "does not add up"),
+        ({"parts": 3}, "workflow.malformed", "the parts 3"),
+        ({"prompt_tokens": ("a",)}, "protocol.local", "does not fit"),
+        ({"finish_reason": object()}, "attempt.error", "object"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_a_result_of_wrong_types_ends_its_attempt(
+    bench: Bench, changed: dict[str, Any], code: str, words: str
+) -> None:
+    async def odd(context: WorkflowContext, item: Item) -> list[Rollout]:
+        (one,) = await context.policy().generate(item.prompt)
+        return [msgspec.structs.replace(Rollout.of(one, 0.0), **changed)]
+
+    failed = crash(await bench.run(odd, group_size=1))
+    assert failed.code == code
+    assert words in failed.detail
+
+
 @pytest.mark.asyncio
 async def test_a_group_that_fits_in_no_frame_says_what_to_lower(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
@@ -292,6 +465,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
         "def not_async(context, item):\n    return []\n"
     )
     (tmp_path / "farflow_broken_workflows.py").write_text("async def f(\n")
+    (tmp_path / "farflow_leaving_workflows.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield path
     sys.modules.pop("farflow_test_workflows", None)
@@ -312,6 +486,7 @@ def test_references_find_registered_names_and_plain_functions(user_module: Path)
         ("unheard_of", "shipped are single_turn"),
         ("no_such_module_here:f", "'no_such_module_here:f'.*pip install"),
         ("farflow_broken_workflows:f", "'farflow_broken_workflows:f'.*was never closed"),
+        ("farflow_leaving_workflows:f", r"SystemExit\(3\)"),
         (":f", "module:function"),
         (".relative:f", "module:function"),
         ("farflow_test_workflows:", "module:function"),
