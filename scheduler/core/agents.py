@@ -153,11 +153,9 @@ def liveness_due(ctx: Context, name: str) -> None:
 def revoked(ctx: Context, name: str) -> None:
     """It cannot come back with the key that it had, so nothing is waited for."""
     live = ctx.agents.get(name)
-    if live is None:
-        return
-    if live.state in ("lost", "gone"):
+    if live is not None and live.state in ("lost", "gone"):
         live.away = "revoked"
-    else:
+    elif live is not None:
         agent_states.lose(ctx, ctx.tables.agents[name], live, "revoked")
 
 

@@ -64,7 +64,10 @@ def ask_log(ctx: Context, event: FromOperator, message: AgentLogsRequest) -> Non
     elif live.state not in CONNECTED:
         refusal = _silent(message.agent, f"is {live.state}")
     elif not _wait(ctx, "logs", event, LOG_WAIT_S, message.agent):
-        text = f"{MAX_WAITING_PER_PEER} requests of one key, or {MAX_WAITING} in all, wait already; try again"
+        text = (
+            f"{MAX_WAITING_PER_PEER} requests of one key, or {MAX_WAITING} in all, wait already;"
+            " try again"
+        )
         refusal = CommandReply(ok=False, code="requests.too_many", message=text)
     if refusal is not None:
         ctx.effects.append(Reply(event.peer, event.request, refusal))
