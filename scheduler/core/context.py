@@ -168,7 +168,7 @@ class RunLive:
     family, ``bucket`` the tokens that may be spent now, ``absorbers`` what agents take on
     (``absorbing``), ``placed_s`` when a training job was placed last, ``fingerprint`` that of the
     workflow's code on the agents that work for the run, ``turnaround`` of its training jobs from
-    creation to accepted result."""
+    creation to accepted result, ``cancel_s`` when the next of its submitters' jobs are given up."""
 
     policies: dict[str, str]
     trained: tuple[Policy, ...]
@@ -176,6 +176,7 @@ class RunLive:
     estimate: RunEstimate
     jobs: dict[str, None] = field(default_factory=dict)
     external: dict[str, None] = field(default_factory=dict)
+    cancel_s: float = NEVER_S
     pins: dict[tuple[str, int], int] = field(default_factory=dict)
     reserve: deque[Item] = field(default_factory=deque)
     asked_until: int = 0

@@ -9,6 +9,7 @@ training), need no trained policy and no quota of one; none outlives its run.
 """
 
 import hashlib
+from itertools import islice
 
 import msgspec
 
@@ -20,6 +21,10 @@ from transport.ids import external_job_id, policy_name
 from transport.messages import ExternalJob, Item, JobCancel, JobReceipt, JobReceipts, JobSubmit
 from transport.summaries import MAX_SEQUENCES
 
+CANCEL_AT_ONCE = 500
+CANCEL_PAUSE_S = 0.001
+"""A run that ends gives up so many jobs of submitters in one go, some 10 ms of work, and then lets
+others have their turn."""
 MAX_JOB_BYTES = 192 * 1024
 """Items of one job, encoded: an offer is one control frame, with a workflow's settings in it."""
 
@@ -99,10 +104,17 @@ def deadline_due(ctx: Context, id: str) -> None:
         jobs.close(ctx, job, "expired", "deadline")
 
 
-def cancel_all(ctx: Context, run: Run, reason: str) -> None:
-    """The run ends."""
-    for id in tuple(ctx.runs[run.name].external):
-        jobs.close(ctx, ctx.tables.jobs[id], "cancelled", reason)
+def cancel_some(ctx: Context, run: Run) -> bool:
+    """The run ends: cancel some of what is open, and more a moment later, so that a hundred
+    thousand jobs do not hold up everybody else. Whether none is left."""
+    live = ctx.runs[run.name]
+    if live.external and ctx.now >= live.cancel_s:
+        live.cancel_s = ctx.now + CANCEL_PAUSE_S
+        for id in tuple(islice(live.external, CANCEL_AT_ONCE)):
+            jobs.close(ctx, ctx.tables.jobs[id], "cancelled", "run_stopping")
+    if live.external:
+        ctx.timers.set_earlier("cancel", run.name, live.cancel_s)
+    return not live.external
 
 
 def _submit(

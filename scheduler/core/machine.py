@@ -216,7 +216,7 @@ class SchedulerCore:
                 agents.unblock_due(ctx, id)
             case "forget":
                 agents.forget_due(ctx, id)
-            case "admit":
+            case "admit" | "cancel":
                 ctx.due_runs[id] = None
             case "trainer":
                 trainers.liveness_due(ctx, id)

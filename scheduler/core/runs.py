@@ -32,6 +32,9 @@ from transport.ids import NAME_RULE, is_name, policy_id
 from transport.messages import CommandReply, Item, RunCommand, RunState, RunSubmit
 from transport.runs import RunSpec
 
+ABANDONED = "abandoned"
+"""The reason of a run that waits for no trainer to save and export."""
+
 
 def submit_run(ctx: Context, message: RunSubmit) -> CommandReply:
     """Take a run; the same one again is harmless."""
@@ -98,7 +101,10 @@ def command(ctx: Context, message: RunCommand) -> CommandReply:
         text = f"run {run.name} is finished: {run.reason}"
         return CommandReply(ok=False, code="run.finished", message=text)
     if message.command == "abandon":
-        _finish(ctx, run, "abandoned")
+        end(ctx, run, ABANDONED)
+        run.finishing = ABANDONED
+        ctx.tables.touch(run)
+        ctx.due_runs[run.name] = None
         return CommandReply(ok=True)
     if message.command == "stop":
         if run.finishing:
@@ -158,13 +164,14 @@ def advance(ctx: Context, run: Run) -> None:
     """Evaluate, admit and finish, whatever is due."""
     policies = trained_policies(ctx, run)
     if run.finishing:
-        if all(policy.final or _given_up(ctx, policy) for policy in policies):
+        over = all(policy.final or _given_up(ctx, policy) for policy in policies)
+        if external.cancel_some(ctx, run) and (over or run.finishing == ABANDONED):
             _finish(ctx, run, run.finishing)
         return
     if all(policy.final for policy in policies):
         if not _end_evaluation_open(ctx, run):
             if run.end_evaluated or not evaluation.begin_end(ctx, run):
-                _finish(ctx, run, "completed")
+                end(ctx, run, "completed")
                 return
             _cancel_training(ctx, run, "run_completed")
         evaluation.advance(ctx, run)
@@ -233,7 +240,6 @@ def _cancel_training(ctx: Context, run: Run, reason: str) -> None:
 
 def _cancel_work(ctx: Context, run: Run, reason: str) -> None:
     _cancel_training(ctx, run, reason)
-    external.cancel_all(ctx, run, reason)
     for found in evaluation.open_evaluations(ctx, run):
         evaluation.abandon(ctx, found, reason)
 
@@ -242,7 +248,6 @@ def _finish(ctx: Context, run: Run, reason: str) -> None:
     """The end: close what is open, forget what only a live run needs."""
     for id in tuple(ctx.runs[run.name].jobs):
         jobs.close(ctx, ctx.tables.jobs[id], "cancelled", "run_finished")
-    external.cancel_all(ctx, run, "run_finished")
     for found in evaluation.open_evaluations(ctx, run):
         evaluation.abandon(ctx, found, "run_finished")
     run.state, run.reason, run.ended_s = "finished", reason, ctx.now
@@ -260,6 +265,7 @@ def _finish(ctx: Context, run: Run, reason: str) -> None:
     ctx.queues.pop(run.name, None)
     ctx.queues.pop(external_queue(run.name), None)
     ctx.timers.cancel("produce", run.name)
+    ctx.timers.cancel("cancel", run.name)
     ctx.effects.append(StopTaskSource(run.name))
     ctx.effects.append(RunEnded(run.name, reason))
     ctx.note(run.name, "finished", reason=reason)

@@ -8,6 +8,7 @@ from core_builders import RUN, SOLVER, Scene, make_items, make_run, make_scene, 
 from scheduler.core import external
 from transport.messages import (
     ExternalJob,
+    Goodbye,
     Item,
     JobCancel,
     JobReceipt,
@@ -337,3 +338,20 @@ def test_a_pin_that_cannot_come_is_refused_and_one_that_may_is_not(scene):
     assert (gone.state, gone.code) == ("refused", "job.invalid")
     assert "999999" in gone.message
     assert soon.state == "queued"
+
+
+@pytest.mark.parametrize("verb", ["stop", "abandon"])
+def test_a_run_that_ends_gives_up_many_jobs_a_few_at_a_time(scene, monkeypatch, verb):
+    monkeypatch.setattr(external, "CANCEL_AT_ONCE", 3)
+    submitted(scene, *(make_job(f"j{n}") for n in range(10)))
+    scene.trainer_says(Goodbye(reason="gone"))
+    scene.commanded(verb)
+    assert (scene.run().state, scene.run().external_open) == ("stopping", 7)
+    assert submitted(scene, make_job("late"))[0].code == "run.finished"
+    scene.wait(0.0015)
+    assert scene.run().external_open == 4
+    scene.restart()
+    scene.wait(0.1)
+    assert (scene.run().state, scene.run().external_open) == ("finished", 0)
+    assert [r.state for r in results(scene, limit=20).results] == ["cancelled"] * 10
+    assert scene.books(SOLVER, "external").balance == 0
