@@ -19,6 +19,7 @@ from typing import Final
 
 import structlog
 
+_TURNS: Final = 8
 DRAIN_S: Final = 1.0
 """After the leader's exit, last words are read for so long, should a descendant hold the pipe."""
 END_S: Final = 5.0
@@ -64,11 +65,16 @@ class Talk(SubprocessStreamProtocol):
         """
         if not self._exited.done():
             kill_group(self.pid)
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(within_s):
-                    return await self.wait()
-            _log.warning("process.given_up", pid=self.pid, within_s=within_s)
-            self._close_pipes()
+                    await self.wait()
+            except TimeoutError:
+                _log.warning("process.given_up", pid=self.pid, within_s=within_s)
+        self._close_pipes()
+        for _ in range(_TURNS):  # what a closed pipe still has the loop do
+            if self._pipes.is_closing():
+                break
+            await asyncio.sleep(0)
         return self.returncode
 
     # What the event loop reports.
@@ -90,8 +96,9 @@ class Talk(SubprocessStreamProtocol):
         for number in (0, 1, 2):
             pipe = self._pipes.get_pipe_transport(number)
             if isinstance(pipe, asyncio.WriteTransport):
-                pipe.abort()  # close would wait for a reader of what is still buffered
-            elif pipe is not None:
+                if not pipe.is_closing() or pipe.get_write_buffer_size():
+                    pipe.abort()  # close would wait for a reader of what is still buffered
+            elif pipe is not None and not pipe.is_closing():
                 pipe.close()
 
 
