@@ -6,7 +6,6 @@ Another build's log is replayed as well, and its first difference is then no fau
 """
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -134,14 +133,6 @@ def replay(folder: Path) -> Replay:
         divergence=divergence,
         counters=dict(core.status(at_s).counters),
     )
-
-
-def event_counts(folder: Path) -> dict[str, int]:
-    """How many of which event a recorded term holds."""
-    counts: Counter[str] = Counter()
-    for batch in RecordedTerm(folder).batches():
-        counts.update(_describe(unpack_event(packed)).split(" ")[0] for _, packed in batch.inputs)
-    return dict(sorted(counts.items()))
 
 
 def _describe(event: Event) -> str:

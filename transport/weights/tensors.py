@@ -33,16 +33,6 @@ ITEM_BYTES: dict[str, int] = {
 }  # fmt: skip
 """Known safetensors dtypes and their item sizes. Types below a byte (F4, F6) are refused."""
 
-TORCH_DTYPES: dict[str, str] = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
-    "int32": "I32", "uint32": "U32", "float32": "F32",
-    "int64": "I64", "uint64": "U64", "float64": "F64", "complex64": "C64",
-}  # fmt: skip
-"""``str(torch_dtype).removeprefix("torch.")`` to the safetensors name."""
-
 MAX_HEADER_BYTES = 100_000_000  # the limit of the stock library
 MAX_DIMENSION = (1 << 63) - 1
 """A dimension fits a signed 64-bit number, as everywhere else; beside a zero it could be any."""
