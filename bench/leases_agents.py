@@ -1,5 +1,6 @@
 """A fleet of simulated agents in one process: each has its own key, socket and connection.
 
+Their heartbeats spread over the interval as real agents' do (``edge_agent.core.session``).
 They speak the control plane's protocol and do no work: an offer is accepted at once and its result
 is there ``work_s`` later. The same process stands in for the trajectory log, with its key: bodies
 of ``BODY_BYTES`` go to a file that is synced before the scheduler hears of them, as the real one
@@ -10,7 +11,9 @@ waits for one agent. Sockets are drained without asyncio: the agents are not wha
 """
 
 import hashlib
+import heapq
 import os
+import random
 import select
 import threading
 import time
@@ -149,8 +152,9 @@ class _Process:
         self._epoll = select.epoll()
         self._seen = Seen()
         self._due: deque[tuple[float, _Agent, _Offer]] = deque()
-        self._beats: deque[tuple[float, _Agent]] = deque()
+        self._beats: list[tuple[float, str, _Agent]] = []
         self._heartbeat_s = 2.0
+        self._rng = random.Random(1)
         self._versions = {fleet.policy: VersionRef(version=0, digest=DIGEST)}
         self._log = _Peer(self._context, fleet, *fleet.log_key)
         self._log_said_s = 0.0
@@ -212,7 +216,7 @@ class _Process:
                 welcome = msgspec.msgpack.decode(header, type=Welcome)
                 self._heartbeat_s = welcome.heartbeat_s
                 agent.welcome = True
-                self._beats.append((time.monotonic(), agent))
+                heapq.heappush(self._beats, (time.monotonic(), agent.name, agent))
 
     def _offered(self, agent: _Agent, offers: list[_Offer]) -> None:
         now = time.monotonic()
@@ -281,7 +285,7 @@ class _Process:
             self._log_said_s = now
             self._log.say(Ping(sequence=1, sent_s=now))
         while beats and beats[0][0] <= now:
-            _, agent = beats.popleft()
+            _, _, agent = heapq.heappop(beats)
             if not agent.sequence:
                 self._seen.ready += 1
             agent.sequence += 1
@@ -295,7 +299,8 @@ class _Process:
                     versions=self._versions,
                 )
             )
-            beats.append((now + self._heartbeat_s, agent))
+            spread = self._rng.uniform(0.5, 1.5) if agent.sequence == 1 else 1.0
+            heapq.heappush(beats, (now + self._heartbeat_s * spread, agent.name, agent))
 
     def _sync(self) -> None:
         """In its own thread: bodies to disk."""

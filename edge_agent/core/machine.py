@@ -112,7 +112,7 @@ class AgentCore:
         self.incarnation = incarnation
         self._build = build
         self._journal = Journal()
-        self._session = Session(settings, now)
+        self._session = Session(settings, rng, now)
         self._weights = Weights(settings, self._journal, rng)
         self._work = Work(settings, self._session, self._weights, self._journal, spooled)
         self._measured = Measured(

@@ -1,8 +1,9 @@
 """Being known to the scheduler: hello, heartbeats, silence, round-trip time, clock offset.
 
 What always holds: a hello is repeated until it is answered, never more often than once per
-``hello_repeat_s``; while known, a heartbeat goes out every ``heartbeat_s`` of the last welcome;
-when nothing is heard for ``lost_after_s`` the link is remade and the hello starts over; work goes
+``hello_repeat_s``; while known, a heartbeat goes out every ``heartbeat_s`` of the last welcome
+(the second one after half to one and a half of it: agents that a scheduler welcomes together after
+its restart must not all be heard together for ever); when nothing is heard for ``lost_after_s`` the link is remade and the hello starts over; work goes
 on through all of that. A failure report counts as delivered only once a heartbeat that left after
 it has been answered (the link is ordered, and a broken one leads to a new hello, after which all
 unconfirmed reports are sent again): none is lost, and a repeated one is harmless.
@@ -10,11 +11,15 @@ unconfirmed reports are sent again): none is lost, and a repeated one is harmles
 
 from collections import deque
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from edge_agent.core.clock_filter import ClockFilter
 from edge_agent.core.effects import Effect, RemakeLink, ToScheduler
 from edge_agent.core.settings import AgentSettings
 from transport.messages import AttemptFailed, HeartbeatReply, Plane, Refuse, Welcome
+
+if TYPE_CHECKING:
+    from random import Random
 
 _MAX_HEARTBEATS = 64
 _MAX_REPORTS = 1024
@@ -30,8 +35,10 @@ class SessionState(StrEnum):
 class Session:
     """The agent's standing with the scheduler."""
 
-    def __init__(self, settings: AgentSettings, now: float) -> None:
+    def __init__(self, settings: AgentSettings, rng: "Random", now: float) -> None:
         self._settings = settings
+        self._spread = rng.uniform(0.5, 1.5)
+        self._just_welcomed = False
         self.state = SessionState.HELLO
         self.term = 0
         self.heartbeat_s = settings.heartbeat_s
@@ -58,6 +65,7 @@ class Session:
         self.heartbeat_s = _clamped(message.heartbeat_s, shortest_s, longest_s)
         self.lost_after_s = _clamped(message.lost_after_s, 2 * self.heartbeat_s, 2 * longest_s)
         self._due_s = now
+        self._just_welcomed = True
         self._reports = deque(
             ((report, self.sequence + 1) for report, _ in self._reports), maxlen=_MAX_REPORTS
         )
@@ -161,7 +169,8 @@ class Session:
         """Reports to repeat before a heartbeat that is due now (it counts as sent), else None."""
         if self.state is not SessionState.UP or now < self._due_s:
             return None
-        self._due_s = now + self.heartbeat_s
+        self._due_s = now + self.heartbeat_s * (self._spread if self._just_welcomed else 1.0)
+        self._just_welcomed = False
         self.sequence += 1
         self._beats[self.sequence] = now
         if len(self._beats) > _MAX_HEARTBEATS:

@@ -106,6 +106,7 @@ class Engine:
         self._groups: dict[Key, Group] = {}
         self._waiting: deque[_Sequence] = deque()
         self._paused_s = 0.0
+        self._pause_ends_s = 0.0
         self._speed = 1.0
         self._slow_since_s = 0.0
         self._behind_s = 0.0
@@ -147,13 +148,14 @@ class Engine:
 
     def slot_seconds(self) -> float:
         """``busy_s`` with what the running sequences have had so far."""
-        paid_s = self._kernel.now - self._paused_s
+        paid_s = self._paid_s()
         running = (s for group in self._groups.values() for s in group.running)
         return self.busy_s + sum(paid_s - sequence.started_s for sequence in running)
 
     def pause(self, pause_s: float) -> None:
         """Nothing is drawn for so long."""
         self._paused_s += pause_s
+        self._pause_ends_s = max(self._pause_ends_s, self._kernel.now) + pause_s
         # Of this time a slow machine would only have used its share.
         self._behind_s -= (1.0 - self._speed) * pause_s
 
@@ -167,13 +169,24 @@ class Engine:
                 if not sequence.at_tool:
                     self._wake(sequence)
 
+    def _paid_s(self) -> float:
+        """Time without pauses; it stands still in one and never goes back."""
+        return self._kernel.now - self._paused_s + self._pause_left_s()
+
+    def _pause_left_s(self) -> float:
+        """What of a pause is still to come: ``_paused_s`` has all of it from its beginning."""
+        return max(0.0, self._pause_ends_s - self._kernel.now)
+
+    def _engine_s(self) -> float:
+        """Time in which tokens are drawn at full speed."""
+        return self._kernel.now - self._stood_s() + self._speed * self._pause_left_s()
+
     def _stood_s(self) -> float:
-        """By how much engine time is behind."""
+        """By how much engine time will be behind once the pause that is under way has ended."""
         slow_s = (1.0 - self._speed) * (self._kernel.now - self._slow_since_s)
         return self._paused_s + self._behind_s + slow_s
 
     def _fill(self) -> None:
-        now = self._kernel.now
         while self._waiting and self.running < self._slots:
             sequence = self._waiting.popleft()
             group = sequence.group
@@ -183,12 +196,12 @@ class Engine:
                     self._ledger.recorder.began((group.offer.attempt, group.offer.fence))
             self.running += 1
             group.running[sequence] = None
-            sequence.started_s = now - self._paused_s
+            sequence.started_s = self._paid_s()
             self._begin(sequence)
 
     def _begin(self, sequence: _Sequence) -> None:
         """The next turn, in the slot that it has."""
-        sequence.began_s = self._kernel.now - self._stood_s()
+        sequence.began_s = self._engine_s()
         sequence.ends_s = sequence.began_s + self._first_token_s + sequence.tokens * self._token_s
         self._wake(sequence)
 
@@ -248,7 +261,7 @@ class Engine:
         if sequence.at_tool:
             return
         if not whole:
-            ran_s = self._kernel.now - self._stood_s() - sequence.began_s - self._first_token_s
+            ran_s = self._engine_s() - sequence.began_s - self._first_token_s
             tokens = min(tokens, max(0, int(ran_s / self._token_s)))
         sequence.group.drawn += tokens
         self.tokens_generated += tokens
@@ -256,4 +269,4 @@ class Engine:
 
     def _free(self, sequence: _Sequence) -> None:
         self.running -= 1
-        self.busy_s += self._kernel.now - self._paused_s - sequence.started_s
+        self.busy_s += self._paid_s() - sequence.started_s

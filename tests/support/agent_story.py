@@ -93,10 +93,22 @@ def plan(version: int, steps: int = 1) -> WeightsPlan:
     return WeightsPlan(policy=POLICY, version=version, steps=(step,) * steps)
 
 
+class Steady(random.Random):
+    """Spreads nothing: heartbeats come at whole intervals from the first one on."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2.0
+
+
 class Story:
     """Feeds a core, moves its clock, and looks at what came out since the last look."""
 
-    def __init__(self, spooled: tuple[GroupSummary, ...] = (), **settings: Any) -> None:
+    def __init__(
+        self,
+        spooled: tuple[GroupSummary, ...] = (),
+        rng: random.Random | None = None,
+        **settings: Any,
+    ) -> None:
         values: dict[str, Any] = {
             "slots": 8,
             "workflows": {"single_turn": "f"},
@@ -108,7 +120,7 @@ class Story:
             AgentSettings(**{**values, **settings}),
             incarnation=3,
             build="b",
-            rng=random.Random(0),
+            rng=rng or Steady(0),
             spooled=spooled,
             now=self.now,
         )

@@ -1,5 +1,6 @@
 """The edge agent's decisions as stories: being known, attempts, leaving."""
 
+import random
 from typing import Any
 
 import pytest
@@ -72,6 +73,18 @@ def test_hello_is_repeated_until_it_is_answered_and_heartbeats_follow() -> None:
     later = story.wait(5.0)
     assert said(Hello, later) == []
     assert [beat.sequence for beat in said(Heartbeat, later)] == list(range(2, 12))
+
+
+def test_agents_welcomed_together_are_not_heard_together_for_ever() -> None:
+    beats = [0] * 20
+    for seed in range(200):
+        story = Story(rng=random.Random(seed)).up()
+        story.wait(10.0)
+        start_s = story.now
+        while story.now < start_s + 2.0:
+            beats[int((story.now - start_s) * 10.0)] += len(said(Heartbeat, story.wait(0.1)))
+    assert sum(beats) == 200
+    assert max(beats) < 30
 
 
 def test_a_silent_scheduler_gets_a_new_link_and_a_hello_with_what_is_held() -> None:

@@ -1,5 +1,7 @@
 """The edge agent's decisions about weights, as stories."""
 
+import random
+
 import msgspec
 import pytest
 from agent_story import (
@@ -217,7 +219,7 @@ def test_requests_state_what_was_measured_for_all_policies() -> None:
 
 
 def test_back_off_grows_and_is_bounded() -> None:
-    story = Story(backoff_max_s=4.0).up(version=None)
+    story = Story(rng=random.Random(0), backoff_max_s=4.0).up(version=None)
     waits = []
     for _ in range(40):
         fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(1))))

@@ -165,6 +165,20 @@ def begin(made: Engine, turns: list[Turns], number: int = 1) -> None:
     made.start(RunAttempt(offer=asked, queued_s=0.0), lengths, turns)
 
 
+def test_slot_seconds_stand_still_in_a_pause_and_never_fall() -> None:
+    kernel, done = Kernel(), []
+    made = engine(kernel, done, slots=2, holds=False)
+    begin(made, [Turns((15,), ())])  # two seconds
+    seen: list[tuple[float, float]] = []
+    for at_s in (0.5, 1.0, 1.5, 2.0, 3.0, 4.5):
+        kernel.at(at_s, lambda _: seen.append((kernel.now, made.slot_seconds())))
+    kernel.at(1.0, lambda _: made.pause(1.0))
+    kernel.at(1.5, lambda _: begin(made, [Turns((15,), ())], number=2))
+    kernel.run(10.0)
+    assert done == pytest.approx([3.0, 4.0])
+    assert [value for _, value in seen] == pytest.approx([0.5, 1.0, 1.0, 1.0, 3.0, 4.0])
+
+
 @pytest.mark.parametrize(("holds", "other_s"), [(False, 2.5), (True, 8.0)])
 def test_a_tool_leaves_the_slot_to_others_or_not(holds: bool, other_s: float) -> None:
     """Two turns of a second (and half a one before the first token), four seconds of a tool."""
