@@ -5,7 +5,7 @@ decode steps. Weights change only through ``apply``: sequences in flight go on, 
 carries the version that produced it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -69,6 +69,9 @@ class Engine(Protocol):
     """Generation for several policies with at most ``slots`` concurrent sequences."""
 
     slots: int
+    when_freed: Callable[[], None] | None
+    """Called on the event loop whenever sequences have left the engine; the agent sets it before
+    ``start``. It must not block."""
 
     async def start(self) -> None: ...
 

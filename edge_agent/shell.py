@@ -174,6 +174,8 @@ class AgentShell:
         self._events: deque[Event] = deque()
         self._handling = False
         self._timer: asyncio.TimerHandle | None = None
+        self._looking = False
+        engine.when_freed = self._sequences_ended
         self._tasks: asyncio.TaskGroup | None = None
         self._outcome: asyncio.Future[Exit] | None = None
 
@@ -279,6 +281,16 @@ class AgentShell:
         self._timer = None
         self._measure()
         self.feed(Tick())
+
+    def _sequences_ended(self) -> None:
+        """Whoever waits for a slot may have one: once for all that end in this turn of the loop."""
+        if self.core.wants_slot and not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        self._measure()
 
     def _measure(self) -> None:
         stats = self._engine.stats()

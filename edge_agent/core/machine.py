@@ -125,6 +125,11 @@ class AgentCore:
         self._leaving = Leaving(settings, self._work)
         self._exited = False
 
+    @property
+    def wants_slot(self) -> bool:
+        """Whether to say ``Measured`` as soon as sequences have left the engine."""
+        return self._work.wants_slot
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; the effects are to be carried out in order."""
         if self._exited:

@@ -2,11 +2,12 @@
 
 What always holds: a hello is repeated until it is answered, never more often than once per
 ``hello_repeat_s``; while known, a heartbeat goes out every ``heartbeat_s`` of the last welcome
-(the second one after half to one and a half of it: agents that a scheduler welcomes together after
-its restart must not all be heard together for ever); when nothing is heard for ``lost_after_s`` the link is remade and the hello starts over; work goes
-on through all of that. A failure report counts as delivered only once a heartbeat that left after
-it has been answered (the link is ordered, and a broken one leads to a new hello, after which all
-unconfirmed reports are sent again): none is lost, and a repeated one is harmless.
+(the second one after half to one and a half of it: agents that a scheduler welcomed together must
+not be heard together for ever); when nothing is heard for ``lost_after_s`` the link is remade and
+the hello starts over; work goes on through all of that. A failure report counts as delivered only
+once a heartbeat that left after it has been answered (the link is ordered, and a broken one leads
+to a new hello, after which all unconfirmed reports are sent again): none is lost, and a repeated
+one is harmless.
 """
 
 from collections import deque

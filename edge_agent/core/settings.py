@@ -17,7 +17,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     as a whole every ``verify_every_swaps`` swaps and at versions with a signed full digest, and
     cells of the engine are compared with it after the first two and every
     ``read_back_every_swaps``-th (0: never). While an attempt waits for a slot only, the engine is
-    asked every ``slot_poll_s`` what it holds. Bodies above
+    asked every ``slot_poll_s`` what it holds, besides when sequences leave it. Bodies above
     ``whole_body_bytes`` are offered, at most ``upload_offers`` at once, and asked for in chunks by
     the log; the others are put whole, at most the upload window of them under way.
     """
@@ -43,7 +43,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     hello_repeat_s: float = 1.0
     lost_after_s: float = 12.0
     heartbeat_s: float = 2.0
-    slot_poll_s: float = 0.1
+    slot_poll_s: float = 1.0
     request_repeat_s: float = 5.0
     linger_s: float = 60.0
     upload_stall_s: float = 30.0

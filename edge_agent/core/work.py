@@ -7,8 +7,8 @@ and when a slot is free, in the order of the offers; until then the scheduler ma
 end is remembered for a while, so that a late copy of an offer does not run again.
 
 Whether a slot is free: siblings end one by one, which only the engine sees. So sequences that were
-started count until the engine says what it holds, which it is asked every ``slot_poll_s`` while an
-attempt waits for nothing but a slot.
+started count until the engine says what it holds. While an attempt waits for nothing but a slot
+(``wants_slot``) the engine is asked whenever sequences have left it, and every ``slot_poll_s``.
 """
 
 from collections import OrderedDict
@@ -178,6 +178,11 @@ class Work:
             if held.state is AttemptState.WAITING:
                 effects += self._start_or_give_up(held, now)
         return effects
+
+    @property
+    def wants_slot(self) -> bool:
+        """Whether an attempt waits for nothing but a slot."""
+        return self._poll_s is not None
 
     def measured(self, in_engine: int) -> None:
         """Sequences that run in the engine or wait there for a slot."""

@@ -148,6 +148,7 @@ class FakeEngine:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.slots = slots
+        self.when_freed: Callable[[], None] | None = None
         self._table = table or FakeEngineTable()
         self._times = ServiceTimes(self._table)
         self._by_place = self._table.lengths_by == "place"
@@ -289,6 +290,8 @@ class FakeEngine:
             self._free.release()
             if not self._running:
                 self._busy_s += self._clock.monotonic_s() - self._busy_since_s
+            if self.when_freed is not None:
+                self.when_freed()
 
     def _catch_up(self, now: float) -> None:
         """Draw what the sequences would have drawn by now: later tokens see later weights."""

@@ -21,7 +21,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,6 +96,8 @@ class TorchEngine:
     ) -> None:
         require_torch('engine = "torch"')
         self.slots = slots
+        self.when_freed: Callable[[], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._device = device
         self._threads = threads
         self._compute: Literal["float32", "published"] = (
@@ -122,6 +124,7 @@ class TorchEngine:
         """Start the worker thread; harmless when it runs."""
         if self._thread is None:
             self._closing = False
+            self._loop = asyncio.get_running_loop()
             self._thread = threading.Thread(target=self._work, name="torch-engine", daemon=True)
             self._thread.start()
 
@@ -322,12 +325,19 @@ class TorchEngine:
             for job in {id(job): job for job in jobs.values()}.values():
                 self._end(job, GenerationFailed(reason))
         finally:
-            self._running = 0
+            self._runs(0)
+
+    def _runs(self, rows: int) -> None:
+        """So many rows are being drawn now; tell the agent when they are fewer than before."""
+        fewer, self._running = rows < self._running, rows
+        if fewer and self.when_freed is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed before the engine
+                self._loop.call_soon_threadsafe(self.when_freed)
 
     def _account(self, rows: list[Row], jobs: Mapping[int, _Job]) -> None:
         """Look at the tokens just drawn: count them, answer requests whose last row has ended."""
         self._tokens_generated += len(rows)
-        self._running = sum(row.finish_reason is None for row in rows)
+        self._runs(sum(row.finish_reason is None for row in rows))
         for row in rows:
             job = jobs[id(row)]
             if row.aborted:

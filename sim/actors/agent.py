@@ -73,6 +73,7 @@ class AgentActor:
             tokens_per_s=tokens_per_s,
             first_token_s=draws.workload.first_token_s,
             generated=self._generated,
+            freed=self._sequences_ended,
             holds_slots=draws.workload.tool_slot == "held",
         )
         self.alive = False
@@ -224,6 +225,10 @@ class AgentActor:
             event = self._events.popleft()
         self._handling = False
         self._alarm.set(core.next_deadline() if self.alive else None)
+
+    def _sequences_ended(self) -> None:
+        if self.alive and self.core.wants_slot:
+            self._tick()
 
     def _tick(self) -> None:
         if self.alive:

@@ -90,6 +90,7 @@ class Engine:
         tokens_per_s: float,
         first_token_s: float,
         generated: Callable[[Group], None],
+        freed: Callable[[], None] = lambda: None,
         holds_slots: bool = False,
     ) -> None:
         self.versions: dict[str, int] = {}
@@ -102,6 +103,7 @@ class Engine:
         self._token_s = 1.0 / tokens_per_s
         self._first_token_s = first_token_s
         self._generated = generated
+        self._freed = freed
         self._holds_slots = holds_slots
         self._groups: dict[Key, Group] = {}
         self._waiting: deque[_Sequence] = deque()
@@ -139,6 +141,7 @@ class Engine:
         self._ledger.attempt_aborted(group.drawn)
         self._waiting = deque(s for s in self._waiting if s.group is not group)
         self._fill()
+        self._freed()
 
     def stop(self) -> None:
         """The process has died."""
@@ -231,6 +234,7 @@ class Engine:
             del self._groups[group.offer.attempt, group.offer.fence]
             self._generated(group)
         self._fill()
+        self._freed()
 
     def _use_tool(self, sequence: _Sequence) -> None:
         """A tool works until the next turn."""
@@ -254,6 +258,8 @@ class Engine:
             self._free(sequence)
         self._kernel.after(tool_s, used)
         self._fill()
+        if not self._holds_slots:
+            self._freed()
 
     def _drawn(self, sequence: _Sequence, *, whole: bool = False) -> None:
         """Count the tokens of a sequence's turn."""

@@ -159,6 +159,33 @@ async def test_more_sequences_than_slots_run_in_waves(case: Case) -> None:
 
 
 @pytest.mark.asyncio
+async def test_it_tells_on_the_loop_when_sequences_have_left(case: Case) -> None:
+    """The last call comes once nothing runs any more, however the requests ended."""
+    seen: list[int] = []
+    told = asyncio.Event()
+
+    def freed() -> None:
+        asyncio.get_running_loop()
+        seen.append(case.engine.stats().running)
+        told.set()
+
+    case.engine.when_freed = freed
+    await case.engine.generate(case.request(n=2))
+    async with asyncio.timeout(5.0):
+        while not seen or seen[-1]:
+            told.clear()
+            await told.wait()
+    seen.clear()
+    cancelled = asyncio.create_task(case.engine.generate(case.request(max_new_tokens=400)))
+    await until_tokens(case.engine, 4)
+    cancelled.cancel()
+    async with asyncio.timeout(20.0):
+        while not seen or seen[-1]:
+            told.clear()
+            await told.wait()
+
+
+@pytest.mark.asyncio
 async def test_weights_come_back_exactly_as_they_came_in(case: Case) -> None:
     assert case.weights() == dict(sorted(read_model_folder(case.folder).items()))
     change = case.changed()

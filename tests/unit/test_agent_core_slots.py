@@ -29,7 +29,8 @@ def test_slots_that_siblings_have_left_are_filled_once_the_engine_says_so() -> N
         tokens_generated=0, running_sequences=8, waiting_sequences=0, bytes_up=0, bytes_down=0
     )
     assert of(RunAttempt, story.feed(busy, Tick())) == []
-    assert story.core.next_deadline() == pytest.approx(story.now + 0.1)
+    assert story.core.wants_slot
+    assert story.core.next_deadline() == pytest.approx(story.now + 1.0)
     free = msgspec.structs.replace(busy, running_sequences=7)
     effects = story.feed(free)
     assert [run.offer.attempt for run in of(RunAttempt, effects)] == [offer(3).attempt]

@@ -185,7 +185,7 @@ async def _no_time(seconds: float) -> None:
 
 def test_service_times_of_a_simulation_are_those_it_was_given() -> None:
     """So what the emulator measures of the daemons is what the simulator takes."""
-    scenario = msgspec.structs.replace(load_scenario("calibration-delta"), steps=12)
+    scenario = msgspec.structs.replace(load_scenario("calibration-delta"), steps=30)
     simulation = Simulation(scenario, seed=2)
     events = simulation.scheduler.recorded = []
     simulation.run()
