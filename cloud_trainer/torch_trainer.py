@@ -8,24 +8,19 @@ What always holds:
    neither does a step without signal (all advantages zero), where ``trained_tokens`` is 0.
 3. There is no randomness in here (no dropout): equal state and groups give equal bits on the same
    machine with the same number of threads, and so does continuing from ``state_dict``.
-
-The gradient of the batch is the sum over its micro batches, so ``micro_batch_tokens`` bounds the
-memory and changes nothing else but rounding.
 """
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
-from msgspec import Meta
 
-from cloud_trainer.advantages import AdvantageMethod
-from cloud_trainer.batching import Batch, MicroBatch, make_batch
-from cloud_trainer.losses import clipped_token_losses, token_log_probabilities
+from cloud_trainer.batching import Batch, make_batch
+from cloud_trainer.torch_gradients import accumulate
+from cloud_trainer.torch_learner import Learner
+from cloud_trainer.torch_settings import TorchSettings
 from cloud_trainer.trainer import Arrays, TrainingSequence
 from transport.errors import LocalProtocolError, ModelError
 from transport.runtime.config import convert
@@ -43,40 +38,6 @@ if TYPE_CHECKING:
     import torch
 
 _MASTER, _FIRST, _SECOND = "master", "first", "second"
-_MEANS = ("loss", "kl_behaviour", "clip_fraction", "ratio_mean", "entropy")
-
-
-class TorchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[policies.NAME.settings]`` of ``trainer = "torch"``: AdamW (decoupled weight decay,
-    arXiv:1711.05101) with linear warm-up, and the loss of ``cloud_trainer.losses``. ``temperature``
-    must be the one that sequences are drawn at: recorded log-probabilities are taken there."""
-
-    lr: Annotated[float, Meta(ge=0.0, le=1.0)] = 1e-4
-    warmup_steps: Annotated[int, Meta(ge=0)] = 10
-    beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
-    beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.99
-    epsilon: Annotated[float, Meta(gt=0.0)] = 1e-8
-    weight_decay: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    max_grad_norm: Annotated[float, Meta(gt=0.0)] = 1.0
-    clip_low: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.2
-    clip_high: Annotated[float, Meta(gt=0.0)] = 0.2
-    ratio_max: Annotated[float, Meta(gt=1.0)] = 3.0
-    advantages: AdvantageMethod = "group_std"
-    micro_batch_tokens: Annotated[int, Meta(ge=1)] = 16384
-    temperature: Annotated[float, Meta(gt=0.0)] = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Learner:
-    """What belongs to the loaded folder. ``keeps_logits``: the model can leave out logits that
-    nobody needs."""
-
-    model: Any
-    weights: ModelWeights
-    optimizer: "torch.optim.AdamW"
-    vocabulary: int
-    keeps_logits: bool
-    artefacts: dict[str, bytes]
 
 
 class TorchTrainer:
@@ -100,7 +61,7 @@ class TorchTrainer:
         self._device = device
         self._threads = threads
         self._updates = 0
-        self._learner: _Learner | None = None
+        self._learner: Learner | None = None
 
     def load(self, folder: Path) -> None:
         """See ``Trainer.load``."""
@@ -108,7 +69,7 @@ class TorchTrainer:
         loaded = load_model(folder, device=self._device)
         vocabulary = vocabulary_of(loaded.model)
         load_tokenizer(folder, vocabulary=vocabulary)  # an exported folder must load whole
-        self._learner = _Learner(
+        self._learner = Learner(
             model=loaded.model,
             weights=loaded.weights,
             optimizer=self._new_optimizer(loaded.weights),
@@ -134,7 +95,7 @@ class TorchTrainer:
             advantages=self.settings.advantages,
             vocabulary=learner.vocabulary,
         )
-        facts = self._gradients(learner, batch)
+        facts = accumulate(learner, batch, self.settings, device=self._device)
         norm, skipped, lr = self._update(learner, batch)
         self.step_count += 1
         return {
@@ -200,43 +161,7 @@ class TorchTrainer:
 
     # ---- arithmetic ------------------------------------------------------------------------
 
-    def _gradients(self, learner: _Learner, batch: Batch) -> dict[str, float]:
-        """Leave the gradient of the batch in the parameters; returns means."""
-        totals = dict.fromkeys(_MEANS, 0.0)
-        for micro in batch.micro_batches:
-            now, entropy = self._forward(learner, micro)
-            losses = clipped_token_losses(
-                now,
-                self._tensor(micro.behaviour),
-                self._tensor(micro.advantage),
-                clip_low=self.settings.clip_low,
-                clip_high=self.settings.clip_high,
-                ratio_max=self.settings.ratio_max,
-            )
-            loss = losses.loss / batch.tokens
-            loss.backward()  # type: ignore[no-untyped-call]
-            totals["loss"] += loss.item()
-            totals["kl_behaviour"] += losses.kl / batch.trained
-            totals["clip_fraction"] += losses.clipped / batch.trained
-            totals["ratio_mean"] += losses.ratio / batch.trained
-            totals["entropy"] += entropy / batch.trained
-        return totals
-
-    def _forward(self, learner: _Learner, micro: MicroBatch) -> tuple["torch.Tensor", float]:
-        """Log-probabilities of the trained tokens [trained] and the sum of entropies there."""
-        arguments = {"input_ids": self._tensor(micro.tokens), "use_cache": False}
-        # One more than is used: the last column predicts what comes behind the sequences.
-        wanted = micro.kept + 1
-        if learner.keeps_logits:
-            arguments["logits_to_keep"] = wanted
-        logits = learner.model(**arguments).logits[:, -wanted:-1]
-        chosen, entropy = token_log_probabilities(
-            logits, self._tensor(micro.targets), temperature=self.settings.temperature
-        )
-        row, column = self._tensor(micro.row), self._tensor(micro.column)
-        return chosen[row, column], float(entropy[row, column].sum())
-
-    def _update(self, learner: _Learner, batch: Batch) -> tuple[float, bool, float]:
+    def _update(self, learner: Learner, batch: Batch) -> tuple[float, bool, float]:
         """Gradient norm (0 when not finite), whether the step was skipped, and learning rate."""
         import torch
 
@@ -268,15 +193,10 @@ class TorchTrainer:
             fused=True,
         )
 
-    def _loaded(self) -> _Learner:
+    def _loaded(self) -> Learner:
         if self._learner is None:
             raise LocalProtocolError("the trainer has no model yet: call load first")
         return self._learner
-
-    def _tensor(self, array: "np.ndarray[Any, Any]") -> "torch.Tensor":
-        import torch
-
-        return torch.from_numpy(array).to(self._device)
 
     def _limit_threads(self) -> None:
         """The limit belongs to the calling thread (OpenMP)."""

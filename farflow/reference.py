@@ -11,14 +11,22 @@ import msgspec
 from cloud_trainer.config import PublicationTable, TrainerTable
 from cloud_trainer.emulated_trainer import EmulatedSettings
 from cloud_trainer.numpy_trainer import NumpySettings
-from cloud_trainer.torch_trainer import TorchSettings
+from cloud_trainer.torch_settings import TorchSettings
 from edge_agent.config import AgentTable, FakeEngineTable
 from farflow.run_file import RunTable
 from farflow.up_config import LocalTable
 from scheduler.autoscaler import AutoscalerTable
 from scheduler.config import SchedulerTable
 from transport.relay_config import RelayTable
-from transport.runs import EvaluationSpec, PolicySpec, TaskSpec, WorkflowSpec
+from transport.runs import (
+    AlgorithmSpec,
+    DataSpec,
+    EvaluationSpec,
+    PolicySpec,
+    ReplaySpec,
+    TaskSpec,
+    WorkflowSpec,
+)
 from transport.runtime.settings import LogConfig, RelayAddress, TransportConfig
 
 DEPLOYMENT: tuple[tuple[str, type[msgspec.Struct]], ...] = (
@@ -40,6 +48,9 @@ RUN: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ('policies.NAME.settings with trainer = "torch"', TorchSettings),
     ('policies.NAME.settings with trainer = "numpy"', NumpySettings),
     ('policies.NAME.settings with trainer = "emulated"', EmulatedSettings),
+    ("policies.NAME.data", DataSpec),
+    ("policies.NAME.data.replay", ReplaySpec),
+    ("policies.NAME.data.filters", AlgorithmSpec),
     ("task", TaskSpec),
     ("workflow", WorkflowSpec),
     ("evaluation", EvaluationSpec),

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from cloud_trainer.emulated_trainer import EmulatedSettings
 from cloud_trainer.numpy_trainer import NumpySettings
-from cloud_trainer.torch_trainer import TorchSettings
+from cloud_trainer.torch_settings import TorchSettings
 from transport.errors import ConfigError
 from transport.ids import NAME_RULE, is_name
 from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec

@@ -32,6 +32,36 @@ class RunTooLarge(ConfigError, ValueError):
     """It fits no message. A ValueError as well: msgspec adds to those where in a file it is."""
 
 
+class AlgorithmSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A registered data function by ``name`` (shipped), or as ``module:function`` where the
+    scheduler's configuration allows the module; ``settings`` belong to the function."""
+
+    name: Annotated[str, Meta(max_length=200)]
+    settings: dict[str, Any] = {}
+
+
+class ReplaySpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups that are trained on again. ``ratio`` of a batch may be such groups, as far as there
+    are any; the newest ``keep`` trained groups are kept for it, each used at most ``max_uses``
+    times more; ``select`` names the function that chooses among them. A group older than
+    ``max_policy_lag`` is never used again."""
+
+    ratio: Annotated[float, Meta(ge=0.0, le=0.9)] = 0.0
+    keep: Annotated[int, Meta(ge=1, le=4096)] = 256
+    max_uses: Annotated[int, Meta(ge=1, le=100)] = 1
+    select: AlgorithmSpec = AlgorithmSpec(name="latest")
+
+
+class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of a policy's groups before they are trained on. ``filters`` are asked in order,
+    the first one that objects ends the group's copy; ``order`` is which buffered groups go first:
+    those that become unusable soonest (``edf``), or those that came first (``fifo``)."""
+
+    filters: Annotated[tuple[AlgorithmSpec, ...], Meta(max_length=16)] = ()
+    order: Literal["edf", "fifo"] = "edf"
+    replay: ReplaySpec = ReplaySpec()
+
+
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     """One policy of a run. ``model`` is a folder on the trainer's host; ``settings`` belong to
     the named trainer, which validates them."""
@@ -44,6 +74,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     max_policy_lag: Annotated[int, Meta(ge=0, le=10_000)] = 4
     checkpoint_every: Positive = 20
     settings: dict[str, Any] = {}
+    data: DataSpec = DataSpec()
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
