@@ -62,7 +62,9 @@ class CoreWorld:
         self.cpu_s = 0.0
         self.events = 0
         settings = CoreSettings(
-            max_queued_jobs=max_jobs, max_results_per_submitter=max_jobs, prompts_on_disk=True
+            max_queued_jobs=2 * max_jobs,  # one submitter may not have them all
+            max_results_per_submitter=max_jobs,
+            prompts_on_disk=True,
         )
         self.core = SchedulerCore(
             settings, term=1, rng=random.Random(1), build="bench", rows=rows or ()

@@ -281,7 +281,8 @@ class DurableScheduler:
         life, wanted = asked
         if life == self.lives:
             items = make_items(wanted.start, wanted.count)
-            self.feed(ItemsProduced(wanted.run, wanted.kind, wanted.start, items))
+            made = ItemsProduced(wanted.run, wanted.kind, wanted.start, items, wanted.evaluation)
+            self.feed(made)
 
     # ---- the end -------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """From the bytes of a body to what the loss sees.
 
 What always holds: bytes that are not those of the digest, or not a well-formed group, or more
-tokens than the run can have made, never reach the trainer; the work happens off the event loop;
-siblings without tokens of our policy stay in their group, with an empty mask, because advantages
-are taken over the whole group.
+tokens than the run can have made, never reach the trainer; the work happens off the event loop; of
+a group only sequences with tokens of our policy are left, because advantages are taken over those:
+what another role was rewarded for is no baseline of ours.
 """
 
 from typing import NamedTuple
@@ -73,11 +73,13 @@ def _excess(group: TrajectoryGroup, max_sequence_tokens: int) -> str:
 
 
 def training_group(group: TrajectoryGroup, policy: str) -> Group:
-    """Every sibling, with the tokens of ``policy`` unmasked."""
+    """Every sequence in which ``policy`` drew tokens, with those unmasked; in order."""
     ours = group.policies.index(policy) if policy in group.policies else None
     sequences = []
     for record in group.sequences:
         policies, versions = expand(record.segments)
+        if ours not in policies:
+            continue
         sequences.append(
             TrainingSequence(
                 group=group.job,

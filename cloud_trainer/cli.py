@@ -1,5 +1,10 @@
-"""The command line of the trainer daemon."""
+"""The command line of the trainer daemon.
 
+With ``trainer.ranks`` above 1 the command is that of the launcher, which runs itself once for each
+rank (``cloud_trainer.launch``).
+"""
+
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,10 +41,27 @@ def numpy_model(folder: Path, seed: int, parameters: int) -> None:
     click.echo(folder)
 
 
+def _launch(files: tuple[str, ...], overrides: tuple[str, ...], stop_on_eof: bool) -> int | None:
+    """The status of the ranks; None where this process is the trainer or one of its ranks."""
+    from cloud_trainer.config import TrainerConfig
+    from cloud_trainer.launch import is_rank, run_ranks
+    from transport.runtime.config import load_config
+
+    if is_rank(os.environ):
+        return None
+    ranks = load_config(TrainerConfig, files, overrides).value.trainer.ranks
+    if ranks == 1:
+        return None
+    given = [("--config", file) for file in files] + [("--set", text) for text in overrides]
+    arguments = ["trainer", "run", *(word for option in given for word in option)]
+    return run_ranks(arguments, ranks, stop_on_eof=stop_on_eof)
+
+
 trainer_group.add_command(
     daemon_command(
         "trainer",
         _load,
+        launch=_launch,
         help="""Train the policy [trainer].policy until its run is finished.
 
         Prints one line of JSON once it is on its way to the scheduler; logs go to standard error.

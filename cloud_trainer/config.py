@@ -24,7 +24,9 @@ class PublicationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class TrainerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[trainer]``. ``policy`` is RUN/NAME."""
+    """``[trainer]``. ``policy`` is RUN/NAME. ``ranks`` processes share the model (FSDP2), each with
+    a ``device`` and ``threads`` of its own; one that is lost or silent for ``rank_timeout_s`` ends
+    the others. ``wandb`` names a project of Weights & Biases that metrics go to as well."""
 
     policy: str = ""
     folder: str = "trainer"
@@ -32,6 +34,9 @@ class TrainerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     signing_key: str = ""
     device: str = "cpu"
     threads: Count = 1
+    ranks: Annotated[int, Meta(ge=1, le=1024)] = 1
+    rank_timeout_s: Annotated[float, Meta(ge=1.0, le=86_400.0)] = 600.0
+    wandb: Annotated[str, Meta(max_length=128)] = ""
     keep_checkpoints: Count = 2
     fetch_window_bytes: Bytes = 64 * 2**20
     fetch_timeout_s: PositiveSeconds = 10.0

@@ -7,19 +7,22 @@ line) wrong configuration.
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from cloud_trainer.config import TrainerConfig
+from cloud_trainer.config import TrainerConfig, TrainerTable
 from cloud_trainer.core.effects import Exit, Rollback
 from cloud_trainer.factory import MakeTrainer, make_trainer
 from cloud_trainer.home import Start, TrainerHome
-from cloud_trainer.ranks import ranks_from
+from cloud_trainer.process_group import IDLES_PER_TIMEOUT, ProcessRanks, ranks_from
+from cloud_trainer.ranks import follow
 from cloud_trainer.shell import TrainerShell
+from cloud_trainer.tracking import check_tracking
 from cloud_trainer.trainer_keys import load_keys
 from transport.errors import ConfigError
 from transport.ids import is_name
@@ -40,15 +43,19 @@ async def run_daemon(
     on_ready: Callable[[dict[str, Any]], None],
     network: Network | None = None,
     clock: Clock | None = None,
-    trainers: MakeTrainer = make_trainer,
+    trainers: MakeTrainer | None = None,
 ) -> int:
     """Train until the run is finished or ``stop`` is set; returns the exit status. ``on_ready`` is
     called once the links are made, whether or not anybody answers yet.
+
+    Under torchrun this is one rank of several: rank 0 does all that, the others (where nothing is
+    called) compute their share until it lets them go. ``trainers`` stands in for ``make_trainer``.
 
     Raises:
         ConfigError: settings, keys or the model's trainer are wrong.
         ModelError: the model does not load.
         StoreError: the folder is in use, or the disk refused.
+        RankLost: another rank ended or hangs.
     """
     table = config.trainer
     run, _, name = table.policy.partition("/")
@@ -56,7 +63,13 @@ async def run_daemon(
         raise ConfigError(
             f"trainer.policy: {table.policy!r} must be RUN/NAME, as in arithmetic/solver"
         )
-    ranks = ranks_from(os.environ)
+    check_tracking(table)
+    ranks = await asyncio.to_thread(
+        ranks_from, os.environ, device=table.device, timeout_s=table.rank_timeout_s
+    )
+    if isinstance(ranks, ProcessRanks) and ranks.rank != 0:
+        return await _follow(ranks, table)
+    make = partial(make_trainer, ranks=ranks) if trainers is None else trainers
     keys = await asyncio.to_thread(
         load_keys, config.transport, table.policy, link=table.key, signing=table.signing_key
     )
@@ -84,12 +97,13 @@ async def run_daemon(
                         links=links,
                         signer=keys.signer,
                         ranks=ranks,
-                        trainers=trainers,
+                        trainers=make,
                         clock=clock,
                         build=build,
                     )
 
-                return await _incarnations(home, clock, links, make_shell, stop)
+                work = _incarnations(home, clock, links, make_shell, stop)
+                return await (_lead(ranks, work) if isinstance(ranks, ProcessRanks) else work)
             finally:
                 await links.close()
         finally:
@@ -97,6 +111,36 @@ async def run_daemon(
     finally:
         if own_network:
             await network.close()
+
+
+async def _follow(ranks: ProcessRanks, table: TrainerTable) -> int:
+    """The life of a rank other than 0; being asked to stop is rank 0's business."""
+    _log.info("rank.following", rank=ranks.rank, ranks=ranks.world_size, device=ranks.device)
+    make = partial(make_trainer, config=table, ranks=ranks)
+    await asyncio.to_thread(follow, ranks, make)
+    await asyncio.to_thread(ranks.close, tell=False)
+    return 0
+
+
+async def _lead(ranks: ProcessRanks, work: Coroutine[Any, Any, int]) -> int:
+    """Do ``work`` as rank 0, then let the other ranks go. After an error they are told only if they
+    are listening; otherwise they notice that we are gone."""
+    tasks = [asyncio.create_task(work), asyncio.create_task(_keep_in_touch(ranks))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if ranks.in_step:
+            await asyncio.to_thread(ranks.close, tell=True)
+
+
+async def _keep_in_touch(ranks: ProcessRanks) -> int:
+    while True:
+        await asyncio.sleep(ranks.timeout_s / IDLES_PER_TIMEOUT)
+        await asyncio.to_thread(ranks.idle)
 
 
 async def _incarnations(

@@ -10,21 +10,30 @@ is what collective operations need. Results are those of rank 0.
 
 What always holds: every rank sees every order, in one order; ``follow`` ends with ``CloseOrder``
 and with nothing else; an error on any rank ends its process, and torchrun then ends the others.
+Arrays of a checkpoint are no part of an order: ranks other than 0 are told to restore and get
+their share of each tensor while they do.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from cloud_trainer.trainer import Arrays, Trainer, TrainingSequence
-from transport.errors import ConfigError
+from transport.runs import PolicySpec
 from transport.weights.tensors import TensorBytes
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class Order(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One call that all ranks make."""
+
+
+class MakeOrder(Order, frozen=True, kw_only=True):
+    """A new trainer, which takes the place of the last one."""
+
+    spec: PolicySpec
 
 
 class LoadOrder(Order, frozen=True, kw_only=True):
@@ -32,7 +41,6 @@ class LoadOrder(Order, frozen=True, kw_only=True):
 
 
 class RestoreOrder(Order, frozen=True, kw_only=True):
-    arrays: Arrays
     meta: dict[str, Any]
 
 
@@ -48,8 +56,24 @@ class StateOrder(Order, frozen=True, kw_only=True):
     pass
 
 
+class IdleOrder(Order, frozen=True, kw_only=True):
+    """Nothing to do, but rank 0 is there."""
+
+
 class CloseOrder(Order, frozen=True, kw_only=True):
     pass
+
+
+AnyOrder = (
+    MakeOrder
+    | LoadOrder
+    | RestoreOrder
+    | StepOrder
+    | PublishOrder
+    | StateOrder
+    | IdleOrder
+    | CloseOrder
+)
 
 
 class Ranks(Protocol):
@@ -58,11 +82,15 @@ class Ranks(Protocol):
     rank: int
     world_size: int
 
-    def send(self, order: Order) -> None:
+    def turn(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around one order and what all ranks do for it, on every rank; ``what`` names it."""
+        ...
+
+    def send(self, order: AnyOrder) -> None:
         """On rank 0: give ``order`` to every other rank, in the order of calling."""
         ...
 
-    def receive(self) -> Order:
+    def receive(self) -> AnyOrder:
         """On the others: wait for the next order."""
         ...
 
@@ -73,53 +101,56 @@ class SingleRank:
     rank = 0
     world_size = 1
 
-    def send(self, order: Order) -> None:
+    def turn(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Nothing to keep in step with."""
+        return contextlib.nullcontext()
+
+    def send(self, order: AnyOrder) -> None:
         """Nobody else to tell."""
 
-    def receive(self) -> Order:
+    def receive(self) -> AnyOrder:
         """Nobody gives orders to rank 0; it is told to end."""
         return CloseOrder()
 
 
-def ranks_from(environment: Mapping[str, str]) -> Ranks:
-    """The ranks that this process belongs to, as torchrun describes them in the environment.
-
-    Raises:
-        ConfigError: more than one, which needs a trainer that shards its model.
-    """
-    world_size = environment.get("WORLD_SIZE", "1")
-    if world_size != "1":
-        raise ConfigError(
-            f"WORLD_SIZE is {world_size}: a trainer of several ranks needs FSDP2 support, which "
-            "this version does not have; start one process without torchrun"
-        )
-    return SingleRank()
-
-
-def follow(ranks: Ranks, trainer: Trainer) -> None:
-    """Make the calls that rank 0 makes, until it closes."""
+def follow(ranks: Ranks, make: Callable[[PolicySpec], Trainer]) -> None:
+    """Make the calls that rank 0 makes, on trainers of our own, until it closes."""
+    trainer: Trainer | None = None
     while True:
-        match ranks.receive():
-            case LoadOrder(folder=folder):
-                trainer.load(Path(folder))
-            case RestoreOrder(arrays=arrays, meta=meta):
-                trainer.load_state_dict(arrays, meta)
-            case StepOrder(groups=groups):
-                trainer.step(groups)
-            case PublishOrder():
-                trainer.published_state()
-            case StateOrder():
-                trainer.state_dict()
-            case _:
-                return
+        order = ranks.receive()
+        if isinstance(order, CloseOrder):
+            return
+        with ranks.turn(type(order).__name__):
+            if isinstance(order, MakeOrder):
+                trainer = make(order.spec)
+            elif trainer is not None:
+                _obey(order, trainer)
+
+
+def _obey(order: AnyOrder, trainer: Trainer) -> None:
+    match order:
+        case LoadOrder(folder=folder):
+            trainer.load(Path(folder))
+        case RestoreOrder(meta=meta):
+            trainer.load_state_dict({}, meta)
+        case StepOrder(groups=groups):
+            trainer.step(groups)
+        case PublishOrder():
+            trainer.published_state()
+        case StateOrder():
+            trainer.state_dict()
+        case _:
+            pass
 
 
 class LeadTrainer:
-    """``Trainer`` on rank 0: every call is made on all ranks."""
+    """``Trainer`` on rank 0: every call is made on all ranks, which make theirs of ``spec``."""
 
-    def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
+    def __init__(self, trainer: Trainer, ranks: Ranks, spec: PolicySpec) -> None:
         self._trainer = trainer
         self._ranks = ranks
+        with ranks.turn("make"):
+            ranks.send(MakeOrder(spec=spec))
 
     @property
     def step_count(self) -> int:
@@ -130,31 +161,33 @@ class LeadTrainer:
         self._trainer.step_count = value
 
     def load(self, folder: Path) -> None:
-        self._ranks.send(LoadOrder(folder=str(folder)))
-        self._trainer.load(folder)
+        with self._ranks.turn("load"):
+            self._ranks.send(LoadOrder(folder=str(folder)))
+            self._trainer.load(folder)
 
     def step(self, groups: Sequence[Sequence[TrainingSequence]]) -> dict[str, float]:
         whole = tuple(tuple(group) for group in groups)
-        self._ranks.send(StepOrder(groups=whole))
-        return self._trainer.step(whole)
+        with self._ranks.turn("step"):
+            self._ranks.send(StepOrder(groups=whole))
+            return self._trainer.step(whole)
 
     def published_state(self) -> dict[str, TensorBytes]:
-        self._ranks.send(PublishOrder())
-        return self._trainer.published_state()
+        with self._ranks.turn("publish"):
+            self._ranks.send(PublishOrder())
+            return self._trainer.published_state()
 
     def state_dict(self) -> tuple[Arrays, dict[str, Any]]:
-        self._ranks.send(StateOrder())
-        return self._trainer.state_dict()
+        with self._ranks.turn("save"):
+            self._ranks.send(StateOrder())
+            return self._trainer.state_dict()
 
     def load_state_dict(self, arrays: Arrays, meta: dict[str, Any]) -> None:
-        self._ranks.send(RestoreOrder(arrays=arrays, meta=meta))
-        self._trainer.load_state_dict(arrays, meta)
+        with self._ranks.turn("restore"):
+            self._ranks.send(RestoreOrder(meta=meta))
+            self._trainer.load_state_dict(arrays, meta)
 
     def export(self, folder: Path) -> None:
         # Files are rank 0's; the others take part in gathering what goes into them.
-        self._ranks.send(PublishOrder())
-        self._trainer.export(folder)
-
-    def close(self) -> None:
-        """The other ranks end."""
-        self._ranks.send(CloseOrder())
+        with self._ranks.turn("export"):
+            self._ranks.send(PublishOrder())
+            self._trainer.export(folder)

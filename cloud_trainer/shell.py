@@ -28,7 +28,7 @@ from cloud_trainer.factory import MakeTrainer, spec_digest
 from cloud_trainer.home import Start, TrainerHome
 from cloud_trainer.publisher import Publisher
 from cloud_trainer.ranks import LeadTrainer, Ranks
-from cloud_trainer.tracking import MetricsFile
+from cloud_trainer.tracking import Tracking
 from cloud_trainer.trainer import Arrays
 from cloud_trainer.workers import Workers
 from transport.chunk_service import ChunkService
@@ -108,7 +108,7 @@ class TrainerShell:
         self._make_trainer = trainers
         self._clock = clock
         self._build = build
-        self._metrics = MetricsFile(home.folder)
+        self._metrics = Tracking(home.folder, policy=table.policy, project=table.wandb)
         self._workers = Workers(model=1, publisher=1, disk=1, reader=1, bodies=_CHECKERS)
         self._chunks = ChunkService(start.outbox, links, self._workers.executor("reader"))
         self._trainer: LeadTrainer | None = None
@@ -146,9 +146,8 @@ class TrainerShell:
             raise error from error.__cause__
         finally:
             await asyncio.to_thread(self._workers.close)
+            await asyncio.to_thread(self._metrics.close)
         ended: do.Exit | do.Rollback = outcome.result()
-        if self._trainer is not None and isinstance(ended, do.Exit):
-            self._trainer.close()
         return ended
 
     def _parts(self, stop: asyncio.Event) -> list[Coroutine[Any, Any, None]]:
@@ -257,7 +256,7 @@ class TrainerShell:
                 f"{self._home.folder} holds a checkpoint of {meta.policy} with another model, "
                 "trainer, settings or seed; set trainer.folder to another folder, or remove it"
             )
-        trainer = LeadTrainer(self._make_trainer(spec, self._table), self._ranks)
+        trainer = LeadTrainer(self._make_trainer(spec, self._table), self._ranks, spec)
         trainer.load(Path(spec.model))
         if meta is not None:
             trainer.load_state_dict(self._home.checkpoints.load_arrays(meta), meta.trainer)

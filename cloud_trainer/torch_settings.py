@@ -1,17 +1,31 @@
 """``[policies.NAME.settings]`` of ``trainer = "torch"``."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from cloud_trainer.advantages import AdvantageMethod
+from cloud_trainer.advantages import Baseline, Normalisation
+from cloud_trainer.lora_table import LoraTable
+
+Preset = Literal["farflow", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "m2po"]
+RatioLevel = Literal["token", "sequence"]
+ClipForm = Literal["ppo", "cispo", "none"]
+Aggregation = Literal["token", "sequence", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+KlPlace = Literal["loss", "reward"]
+
+Coefficient = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 
 class TorchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW (decoupled weight decay, arXiv:1711.05101) with linear warm-up, and the loss of
-    ``cloud_trainer.losses``. ``temperature`` must be the one that sequences are drawn at: recorded
-    log-probabilities are taken there."""
+    """AdamW (decoupled weight decay, arXiv:1711.05101) with linear warm-up, and the loss that
+    docs/learning.md describes. A ``preset`` sets the keys of the loss to what the paper of its name
+    uses; a key that is given wins over it, and the defaults below are those of ``farflow``. 0 turns
+    off ``ratio_max``, ``overlong_penalty``, ``kl_coefficient``, ``importance_cap`` and
+    ``second_moment_budget``. ``max_tokens`` is the length that ``aggregation = "constant"`` and
+    ``overlong_penalty`` refer to. ``temperature`` must be the one that sequences are drawn at:
+    recorded log-probabilities are taken there."""
 
     lr: Annotated[float, Meta(ge=0.0, le=1.0)] = 1e-4
     warmup_steps: Annotated[int, Meta(ge=0)] = 10
@@ -20,9 +34,24 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     epsilon: Annotated[float, Meta(gt=0.0)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0.0)] = 1.0
-    clip_low: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.2
-    clip_high: Annotated[float, Meta(gt=0.0)] = 0.2
-    ratio_max: Annotated[float, Meta(gt=1.0)] = 3.0
-    advantages: AdvantageMethod = "group_std"
     micro_batch_tokens: Annotated[int, Meta(ge=1)] = 16384
+    gradient_checkpointing: bool = False
+    lora: LoraTable | None = None
     temperature: Annotated[float, Meta(gt=0.0)] = 1.0
+    preset: Preset = "farflow"
+    ratio: RatioLevel = "token"
+    clip: ClipForm = "ppo"
+    clip_low: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.2
+    clip_high: Annotated[float, Meta(gt=0.0, le=1e6)] = 0.2
+    ratio_max: Coefficient = 3.0
+    aggregation: Aggregation = "token"
+    max_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    baseline: Baseline = "group_mean"
+    normalisation: Normalisation = "group_std"
+    overlong_penalty: Coefficient = 0.0
+    overlong_share: Annotated[float, Meta(ge=1e-3, le=1.0)] = 0.2
+    kl_coefficient: Coefficient = 0.0
+    kl_estimator: KlEstimator = "k3"
+    kl_in: KlPlace = "loss"
+    importance_cap: Coefficient = 0.0
+    second_moment_budget: Coefficient = 0.0

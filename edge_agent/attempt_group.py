@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from edge_agent.workflow import MalformedWorkflow, Rollout, record_of
+from edge_agent.rollouts import MalformedWorkflow, Rollout, record_of
 from transport.messages import LeaseOffer
+from transport.runs import MAX_TURNS
+from transport.summaries import MAX_SEQUENCES
 from transport.trajectory import TrajectoryGroup
 
 
@@ -13,8 +15,13 @@ def group_of(
     """The rollouts, of all items in order, with their rewards; equal prompts are kept once.
 
     Raises:
-        MalformedWorkflow: a rollout does not add up.
+        MalformedWorkflow: a rollout does not add up or is too long, or there are too many.
     """
+    if len(rollouts) > MAX_SEQUENCES:
+        raise MalformedWorkflow(
+            f"returned {len(rollouts)} rollouts, a group has room for {MAX_SEQUENCES}; lower"
+            " group_size"
+        )
     policies = tuple(sorted(set(offer.policies.values())))
     index = {policy: number for number, policy in enumerate(policies)}
     prompts: dict[tuple[int, ...], int] = {}
@@ -25,8 +32,15 @@ def group_of(
             record_of(rollout, reward, prompts[tuple(rollout.prompt_tokens)], index)
             for rollout, reward in zip(rollouts, rewards, strict=True)
         )
+        longest = max(len(sequence.tokens) for sequence in sequences)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise MalformedWorkflow(f"returned a rollout that does not add up: {error}") from error
+    if longest > MAX_TURNS * offer.max_new_tokens:
+        # The scheduler would take it for evidence against this agent.
+        raise MalformedWorkflow(
+            f"returned a sequence of {longest} tokens, with what was observed; a run allows"
+            f" {MAX_TURNS} x max_new_tokens {offer.max_new_tokens}"
+        )
     return TrajectoryGroup(
         job=offer.job,
         attempt=offer.attempt,

@@ -16,20 +16,16 @@ from typing import Final
 import structlog
 
 from edge_agent.attempt_group import group_of
+from edge_agent.chat_endpoint import AttemptChats, ChatEndpoint
 from edge_agent.containment import Containment
 from edge_agent.core.effects import RunAttempt
 from edge_agent.core.events import AttemptCrashed, Event, GroupGenerated, GroupSpooled
 from edge_agent.engine import Engine
 from edge_agent.rewards import RewardPool
+from edge_agent.rollouts import Rollout, checked
 from edge_agent.spool import Spool
 from edge_agent.turns import Keeper, TurnsOfAttempt
-from edge_agent.workflow import (
-    GenerationTime,
-    Rollout,
-    Workflow,
-    WorkflowContext,
-    checked,
-)
+from edge_agent.workflow import GenerationTime, Workflow, WorkflowContext
 from transport.errors import FarflowError, SizeLimitExceeded
 from transport.ids import Fence
 from transport.messages import GroupSummary, Item, LeaseOffer
@@ -96,6 +92,7 @@ class AttemptRunner:
         self._feed = feed
         self._keeper = keeper
         self._unwind_s = unwind_s
+        self._endpoint = ChatEndpoint(clock)
         self._contained: weakref.WeakSet[Containment] = weakref.WeakSet()
         self.stuck = 0
         self._tasks: dict[Key, asyncio.Task[None]] = {}
@@ -124,6 +121,7 @@ class AttemptRunner:
         await asyncio.gather(
             *(one.end(one.tasks(), self._unwind_s) for one in list(self._contained))
         )
+        await self._endpoint.close()
 
     async def _run(self, key: Key, effect: RunAttempt) -> None:
         name, fence = key
@@ -180,8 +178,9 @@ class AttemptRunner:
         turns: TurnsOfAttempt,
         contained: Containment,
     ) -> list[tuple[Item, Rollout]]:
-        """The workflow's rollouts of every item, in order."""
+        """The workflow's rollouts, item by item, role by role."""
         workflow = self._workflows[offer.workflow]
+        chats = AttemptChats(self._endpoint)
         tasks = []
         for position, item in enumerate(offer.items):
             context = WorkflowContext(
@@ -192,6 +191,7 @@ class AttemptRunner:
                 generation_time,
                 resumed=turns.resumed(position),
                 turns_finished=turns.heard(position),
+                chats=chats,
             )
             tasks.append(contained.start(_called(workflow, context, item)))
         try:
@@ -200,13 +200,16 @@ class AttemptRunner:
                 if task.done():
                     _raise_if_failed(task)
         finally:
+            chats.close()
             await contained.end(tasks, self._unwind_s)
             if contained.stuck:
                 self._ran_away(offer)
+        # What is scored in an evaluation is one rollout per sibling, whatever training gets.
+        rollouts = 1 if offer.kind == "eval" else workflow.rollouts
         return [
             (item, rollout)
             for item, task in zip(offer.items, tasks, strict=True)
-            for rollout in checked(task.result(), item, offer.group_size)
+            for rollout in checked(task.result(), item, offer.group_size, rollouts)
         ]
 
     def _ran_away(self, offer: LeaseOffer) -> None:

@@ -28,6 +28,22 @@ class FakeEngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cv_tokens: Annotated[float, Meta(ge=0.0)] = 0.5
 
 
+class ProgramTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[agent.programs.NAME]``: a program that runs may name as their workflow, ``program:NAME``,
+    and that nobody but the owner of this agent can add. ``command`` is the program with its
+    arguments, no shell reads it; it starts in ``folder`` (the agent's current one if empty). It
+    gets ``environment``, the agent's own variables named in ``inherit``, ``PATH`` and what
+    ``docs/bring-your-own-agent.md`` names, nothing else. At most ``at_once`` of it run; each is
+    killed after ``timeout_s``."""
+
+    command: Annotated[tuple[str, ...], Meta(min_length=1, max_length=256)]
+    folder: str = ""
+    environment: dict[str, str] = {}
+    inherit: tuple[str, ...] = ()
+    at_once: Annotated[int, Meta(ge=1, le=1024)] = 16
+    timeout_s: PositiveSeconds = 600.0
+
+
 class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[agent]``. ``slots`` is the number of concurrent sequences; ``local_models`` maps a
     policy's name or id to a folder that spares the download when its digest matches;
@@ -35,7 +51,8 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``verify_every_swaps`` swaps, and at every version whose full digest is signed, the copy of a
     policy is read again as a whole, after the first two and every ``read_back_every_swaps``-th
     some cells of the engine are compared with it (0: never); ``workflows`` are extra
-    ``module:function`` references that this agent offers beside the shipped ones;
+    ``module:function`` references that this agent offers beside the shipped ones, and so are
+    ``programs``;
     ``price_usd_hour`` is what the box costs, ``egress_usd_gb`` what a gigabyte (10^9 bytes) costs
     that leaves it (0: unknown or free), for budgets and for ties between agents; with
     ``token_file`` the agent enrols itself at its first start, and takes key, host and ports from
@@ -53,6 +70,7 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     price_usd_hour: Annotated[float, Meta(ge=0.0, le=1000.0)] = 0.0
     egress_usd_gb: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     workflows: tuple[str, ...] = ()
+    programs: dict[str, ProgramTable] = {}
     local_models: dict[str, str] = {}
     spool_bytes: Bytes = 1 * 2**30
     upload_window_bytes: Bytes = 8 * 2**20

@@ -15,6 +15,7 @@ from edge_agent.config import AgentConfig
 from edge_agent.engine import Engine
 from edge_agent.enrol import enrolled_config
 from edge_agent.home import AgentHome
+from edge_agent.sandbox import probe_sandbox
 from edge_agent.shell import AgentShell
 from transport.errors import ConfigError
 from transport.keys import KeyPair
@@ -79,6 +80,7 @@ async def run_daemon(
         with lock_folder(folder), LogRing() as log_ring:
             home = await asyncio.to_thread(AgentHome, folder, config, clock.wall_s())
             engine = engines(config, clock)
+            await probe_sandbox()
             await engine.start()
             try:
                 links = PlaneLinks(network, config.transport, key=key, server_key=server_key)

@@ -5,9 +5,9 @@ decode steps. Weights change only through ``apply``: sequences in flight go on, 
 carries the version that produced it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -20,19 +20,43 @@ Positions = npt.NDArray[np.int64]
 """Cells of a tensor, counted in C order from 0."""
 
 
+MAX_STOPS: Final = 16
+MAX_STOP_CHARACTERS: Final = 256
+
+Chat = Sequence[Mapping[str, Any]]
+"""Messages of a conversation: ``{"role": "user", "content": "..."}`` and whatever else the chat
+template of the model reads (``tool_calls``, ``tool_call_id``)."""
+
+Tools = Sequence[Mapping[str, Any]]
+"""Tools that the model may call, as the JSON schemas that chat templates take:
+``{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}``."""
+
+
 def inside(positions: Positions, cells: int) -> bool:
     """Whether all ``positions`` are in a tensor of so many cells."""
     return not positions.size or 0 <= int(positions.min()) <= int(positions.max()) < cells
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. ``temperature`` 0 is greedy; ``seed`` makes a request repeatable."""
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``seed`` makes a request repeatable. A
+    sequence ends with the token that completes one of the texts ``stop`` in what it decodes to;
+    that token is kept, and so is what it adds behind the text."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     seed: int = 0
+
+
+def stop_fault(sampling: SamplingParams) -> str:
+    """What is wrong with the texts that are to end a sequence, or nothing."""
+    if len(sampling.stop) > MAX_STOPS:
+        return f"{len(sampling.stop)} stop texts, at most {MAX_STOPS} are possible"
+    if not all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in sampling.stop):
+        return f"a stop text has 1 to {MAX_STOP_CHARACTERS} characters"
+    return ""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +103,27 @@ class Engine(Protocol):
 
     def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
         """Tokens of a prompt, through the chat template when the tokenizer has one."""
+        ...
+
+    def encode_chat(self, policy: str, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
+        """Tokens of a conversation through the chat template, up to where the next answer begins.
+        One message of a user is what ``encode`` makes of its text.
+
+        Raises:
+            GenerationFailed: the tokenizer has no chat template, or its template refuses these
+                messages, or shows no tools.
+        """
+        ...
+
+    def encode_next(self, policy: str, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
+        """Tokens that come behind ``answer``, the tokens that were drawn, when the conversation
+        goes on with ``messages`` (a tool's output, the next question): from what ends the answer,
+        unless its last token does, up to where the next answer begins. So a conversation stays
+        token for token what was drawn and observed, whatever the template would make of its text.
+
+        Raises:
+            GenerationFailed: as ``encode_chat``.
+        """
         ...
 
     def decode(self, policy: str, tokens: Sequence[int]) -> str:

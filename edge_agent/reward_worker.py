@@ -99,6 +99,8 @@ def score_one(spec: RewardSpec, item: Item, response: str) -> float:
                 reward = math_equal(item, response)
             case "reasoning-gym":
                 reward = gym_score(spec.dataset, item, response)
+            case "code":
+                raise RewardError(f"code, item {item.index}: is scored in sandboxes")
     except _VERIFIER_ERRORS as error:
         where = f"{spec.name} {spec.dataset}".strip()
         raise RewardError(f"{where}, item {item.index}: {type(error).__name__}: {error}") from error

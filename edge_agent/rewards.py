@@ -3,7 +3,8 @@
 What always holds: a reward is the verifier's own finite number or there is an error with a stable
 code, never a 0 in its place; a verifier runs in a process of its own (plain comparison excepted)
 which is killed, with all that it started, when it takes longer than the time limit and started anew
-for the next request; at most ``workers`` such processes exist, started when first needed.
+for the next request; at most ``workers`` such processes exist, started when first needed. The
+reward ``code`` has no process for itself: it is the sandboxes' own time limits that bound it.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import ClassVar
 import msgspec
 import structlog
 
+from edge_agent.code_reward import code_rewards
 from edge_agent.reward_worker import (
     MAX_FRAME_BYTES,
     SIZE_BYTES,
@@ -24,8 +26,10 @@ from edge_agent.reward_worker import (
     ScoreRequest,
     answer,
 )
+from edge_agent.sandbox import sandbox_works
 from transport.errors import RewardError
 from transport.messages import Item, RewardSpec
+from transport.runs import CodeReward
 from transport.runtime.commands import Talk, start_talk
 from transport.runtime.processes import child_environment
 
@@ -57,8 +61,11 @@ class RewardCrashed(RewardError):
 
 
 def available_rewards() -> tuple[str, ...]:
-    """Names of the rewards whose libraries are installed here."""
-    optional = (name for name, module in _MODULES.items() if importlib.util.find_spec(module))
+    """Names of the rewards whose libraries are installed here, and of ``code`` where the sandbox
+    was found to work (``edge_agent.sandbox.probe_sandbox``)."""
+    optional = [name for name, module in _MODULES.items() if importlib.util.find_spec(module)]
+    if sandbox_works():
+        optional.append("code")
     return ("exact", *optional)
 
 
@@ -141,7 +148,10 @@ class RewardPool:
             RewardFailed: a response could not be scored; names verifier and item.
             RewardTimeout: the batch took longer than the limit.
             RewardCrashed: the verifier's process ended.
+            CodeNotRun: a program could not be tested, through no fault of its own.
         """
+        if spec.name == "code":
+            return await code_rewards(spec.code or CodeReward(), pairs)
         request = ScoreRequest(spec=spec, pairs=tuple(pairs))
         if spec.name == "exact":
             reply = answer(request)

@@ -57,6 +57,7 @@ from edge_agent.rewards import RewardPool, available_rewards
 from edge_agent.uploader import Uploader
 from edge_agent.weights_client import WeightsClient
 from edge_agent.workflow import SHIPPED, Workflow, load_workflow
+from edge_agent.workflows.program import offered_programs
 from transport.chunk_parts import SourceId
 from transport.envelope import CONTROL_FRAME_BYTES, KIB
 from transport.errors import InvariantViolation, StoreError
@@ -118,7 +119,7 @@ class AgentShell:
     """One life of an agent, from the first hello to ``Exit``.
 
     Raises:
-        ConfigError: a workflow of ``[agent].workflows`` cannot be offered.
+        ConfigError: a workflow of ``[agent]`` or a program cannot be offered.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class AgentShell:
         log_ring: LogRing,
     ) -> None:
         workflows = {name: load_workflow(name) for name in (*SHIPPED, *config.agent.workflows)}
+        workflows |= offered_programs(config.agent.programs)
         self.core = AgentCore(
             core_settings(config, workflows),
             incarnation=home.incarnation,

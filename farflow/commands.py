@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Go on with the run in FOLDER; takes no FILE.",
 )
+@click.option(
+    "--mode",
+    type=click.Choice(["async", "sync"]),
+    help="Set run.mode; sync makes all wait for each other before every step, to compare with.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Log what happens to the processes.")
 def up(
     file: Path | None,
@@ -40,6 +45,7 @@ def up(
     plain: bool,
     folder: Path | None,
     resume_folder: Path | None,
+    mode: str | None,
     verbose: bool,
 ) -> None:
     """Run scheduler, links, agents and trainer of FILE on this machine until it has learnt."""
@@ -49,12 +55,14 @@ def up(
 
     configure_logging("info" if verbose else "error", component="up")
     if resume_folder is not None:
-        if file is not None or overrides or folder is not None:
-            raise click.UsageError("--resume takes no FILE, --set or --folder")
+        if file is not None or overrides or folder is not None or mode is not None:
+            raise click.UsageError("--resume takes no FILE, --set, --folder or --mode")
         prepared = prepare_resume(resume_folder)
     elif file is None:
         raise click.UsageError("name a FILE, for example examples/arithmetic.toml, or --resume")
     else:
+        if mode is not None:
+            overrides = (*overrides, f"run.mode={mode}")
         prepared = prepare(file, Options(overrides=overrides, folder=folder))
     sys.exit(asyncio.run(run_up(prepared, plain=plain)))
 

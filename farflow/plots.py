@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from transport.ids import policy_name
+from transport.runs import HELD_OUT
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -47,13 +48,16 @@ def draw(records: list[dict[str, Any]], folder: Path) -> list[Path]:
             linewidth=1,
             label=f"{policy_name(policy)}: training reward (sampled)",
         )
-        held = [r for r in evaluations if r["policy"] == policy]
-        if held:
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for found in evaluations:
+            if found["policy"] == policy:
+                by_name.setdefault(found.get("name", HELD_OUT), []).append(found)
+        for name, found_all in by_name.items():
             axes.plot(
-                [r["step"] for r in held],
-                [r["accuracy"] for r in held],
+                [r["step"] for r in found_all],
+                [r["accuracy"] for r in found_all],
                 "o-",
-                label=f"{policy_name(policy)}: held-out accuracy (greedy)",
+                label=f"{policy_name(policy)}: {name} accuracy",
             )
     axes.set(xlabel="optimizer step", ylabel="share correct", ylim=(0, 1), title="Learning curve")
     axes.grid(alpha=0.3)

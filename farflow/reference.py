@@ -4,15 +4,17 @@
 """
 
 import inspect
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeGuard, get_args, get_origin
 
 import msgspec
 
 from cloud_trainer.config import PublicationTable, TrainerTable
 from cloud_trainer.emulated_trainer import EmulatedSettings
+from cloud_trainer.lora_table import LoraTable
 from cloud_trainer.numpy_trainer import NumpySettings
 from cloud_trainer.torch_settings import TorchSettings
-from edge_agent.config import AgentTable, FakeEngineTable
+from edge_agent.config import AgentTable, FakeEngineTable, ProgramTable
 from farflow.run_file import RunTable
 from farflow.up_config import LocalTable
 from scheduler.autoscaler import AutoscalerTable
@@ -20,8 +22,10 @@ from scheduler.config import SchedulerTable
 from transport.relay_config import RelayTable
 from transport.runs import (
     AlgorithmSpec,
+    CodeReward,
     DataSpec,
     EvaluationSpec,
+    PartSpec,
     PolicySpec,
     ReplaySpec,
     TaskSpec,
@@ -36,6 +40,7 @@ DEPLOYMENT: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("scheduler.autoscaler", AutoscalerTable),
     ("agent", AgentTable),
     ("agent.fake", FakeEngineTable),
+    ("agent.programs.NAME", ProgramTable),
     ("trainer", TrainerTable),
     ("trainer.publication", PublicationTable),
     ("relay", RelayTable),
@@ -46,14 +51,19 @@ RUN: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("run", RunTable),
     ("policies.NAME", PolicySpec),
     ('policies.NAME.settings with trainer = "torch"', TorchSettings),
+    ("policies.NAME.settings.lora", LoraTable),
     ('policies.NAME.settings with trainer = "numpy"', NumpySettings),
     ('policies.NAME.settings with trainer = "emulated"', EmulatedSettings),
     ("policies.NAME.data", DataSpec),
     ("policies.NAME.data.replay", ReplaySpec),
     ("policies.NAME.data.filters", AlgorithmSpec),
+    ("run.curators", AlgorithmSpec),
     ("task", TaskSpec),
+    ("task.code", CodeReward),
+    ("task.parts", PartSpec),
     ("workflow", WorkflowSpec),
     ("evaluation", EvaluationSpec),
+    ("evaluations.NAME", EvaluationSpec),
 )
 
 _HEAD = """# Configuration
@@ -115,15 +125,21 @@ def _type(kind: Any) -> str:
     origin = get_origin(kind)
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in get_args(kind))
+    if origin is dict and _is_table(get_args(kind)[1]):
+        return f"tables `{get_args(kind)[1].__name__}` by name"
     element = get_args(kind)[0] if origin is tuple else None
-    if isinstance(element, type) and issubclass(element, msgspec.Struct):
+    if _is_table(element):
         return f"list of tables `{element.__name__}`"
+    if origin is UnionType:
+        return " or ".join(_type(each) for each in get_args(kind) if each is not NoneType)
     if origin is not None:
         return str(kind).replace("typing.", "").replace(" | ", " or ")
     name = getattr(kind, "__name__", str(kind))
-    return (
-        f"table `{name}`" if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else name
-    )
+    return f"table `{name}`" if _is_table(kind) else name
+
+
+def _is_table(kind: Any) -> TypeGuard[type[msgspec.Struct]]:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:

@@ -5,17 +5,27 @@ can be checked without starting anything is checked here, with the path of the k
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from cloud_trainer.emulated_trainer import EmulatedSettings
 from cloud_trainer.numpy_trainer import NumpySettings
-from cloud_trainer.torch_settings import TorchSettings
+from cloud_trainer.presets import resolve_settings
+from scheduler.data.algorithms import check_algorithms
 from transport.errors import ConfigError
 from transport.ids import NAME_RULE, is_name
-from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
+from transport.run_faults import run_faults
+from transport.runs import (
+    AlgorithmSpec,
+    EvaluationSpec,
+    PartSpec,
+    PolicySpec,
+    RunSpec,
+    TaskSpec,
+    WorkflowSpec,
+)
 from transport.runtime.config import convert
 
 
@@ -27,9 +37,14 @@ class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     egress have cost so much. ``hedge_share`` of its tokens may be spent on second attempts for the
     last groups of a batch. ``require`` maps labels of agents (``[agent] labels``; ``hardware``,
     ``engine`` and ``agent`` are there by themselves) to the values that are allowed, for example
-    ``require = {region = ["eu-west-1"]}`` for data that must stay there."""
+    ``require = {region = ["eu-west-1"]}`` for data that must stay there. With ``mode`` sync all
+    policies and agents meet at a barrier before every step, as in synchronous trainers: groups are
+    made by the newest weights alone, nothing is made while a trainer works. It is there to be
+    compared with. ``curators`` (``[[run.curators]]``) are asked in order for each training item;
+    the first one that objects has it skipped."""
 
     name: str
+    mode: Literal["async", "sync"] = "async"
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     max_attempts: Annotated[int, Meta(ge=1, le=100)] = 5
     max_groups: Annotated[int, Meta(ge=0, le=10**9)] = 0
@@ -41,6 +56,7 @@ class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     budget_usd: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     hedge_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.03
     require: Annotated[dict[str, tuple[str, ...]], Meta(max_length=64)] = {}
+    curators: Annotated[tuple[AlgorithmSpec, ...], Meta(max_length=16)] = ()
 
 
 class RunTables(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,12 +67,12 @@ class RunTables(msgspec.Struct, frozen=True, kw_only=True):
     task: TaskSpec
     workflow: WorkflowSpec
     evaluation: EvaluationSpec | None = None
+    evaluations: dict[str, EvaluationSpec] = {}
 
 
 RUN_TABLES = RunTables.__struct_fields__
 
 _SETTINGS: dict[str, type[msgspec.Struct]] = {
-    "torch": TorchSettings,
     "numpy": NumpySettings,
     "emulated": EmulatedSettings,
 }
@@ -88,24 +104,12 @@ def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
                 f"policies.{name}.model: {model / 'config.json'} is missing; give a local "
                 "Hugging Face model folder"
             )
-        convert(policy.settings, _SETTINGS[policy.trainer], f"policies.{name}.settings")
+        where = f"policies.{name}.settings"
+        if policy.trainer == "torch":
+            resolve_settings(policy.settings, where)
+        else:
+            convert(policy.settings, _SETTINGS[policy.trainer], where)
         policies[name] = msgspec.structs.replace(policy, model=str(model))
-    task = tables.task
-    if task.source == "jsonl":
-        if not task.path:
-            raise ConfigError('task.path: missing; source = "jsonl" needs the path of a file')
-        path = (folder / task.path).resolve()
-        if not path.is_file():
-            raise ConfigError(f"task.path: {path} is not a file")
-        if task.reward == "verifier":
-            raise ConfigError(
-                'task.reward: source = "jsonl" brings no verifier; use "exact" or "math-verify"'
-            )
-        task = msgspec.structs.replace(task, path=str(path))
-    elif not task.dataset:
-        raise ConfigError(
-            'task.dataset: missing; source = "reasoning-gym" needs the name of a data set'
-        )
     for name in tables.workflow.policies:
         if name not in policies:
             raise ConfigError(
@@ -132,10 +136,57 @@ def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
                 )
     if not is_name(tables.run.tenant):
         raise ConfigError(f"run.tenant: {tables.run.tenant!r} must be {NAME_RULE}")
-    return RunSpec(
+    run = RunSpec(
         policies=policies,
-        task=task,
+        task=tables.task,
         workflow=tables.workflow,
         evaluation=tables.evaluation,
+        evaluations=tables.evaluations,
         **msgspec.structs.asdict(tables.run),
     )
+    fault = next(run_faults(run), None)
+    if fault is not None:
+        raise ConfigError(fault)
+    check_algorithms(run)
+    return _with_files(run, folder)
+
+
+def _with_files(run: RunSpec, folder: Path) -> RunSpec:
+    """The run with absolute paths of its tasks' files, all of which are there."""
+    evaluation = run.evaluation
+    if evaluation is not None:
+        evaluation = _evaluation_with_files(evaluation, folder, "evaluation")
+    return msgspec.structs.replace(
+        run,
+        task=_task_with_files(run.task, folder, "task"),
+        evaluation=evaluation,
+        evaluations={
+            name: _evaluation_with_files(spec, folder, f"evaluations.{name}")
+            for name, spec in run.evaluations.items()
+        },
+    )
+
+
+def _evaluation_with_files(spec: EvaluationSpec, folder: Path, where: str) -> EvaluationSpec:
+    if spec.task is None:
+        return spec
+    task = _task_with_files(spec.task, folder, f"{where}.task")
+    return msgspec.structs.replace(spec, task=task)
+
+
+def _task_with_files(task: TaskSpec, folder: Path, where: str) -> TaskSpec:
+    parts = tuple(
+        msgspec.structs.replace(part, path=_file(part, folder, f"{where}.parts[{number}]"))
+        for number, part in enumerate(task.parts)
+    )
+    return msgspec.structs.replace(task, path=_file(task, folder, where), parts=parts)
+
+
+def _file(source: TaskSpec | PartSpec, folder: Path, where: str) -> str:
+    """The absolute path of a source's file; empty where it has none."""
+    if not source.path:
+        return ""
+    path = (folder / source.path).resolve()
+    if not path.is_file():
+        raise ConfigError(f"{where}.path: {path} is not a file")
+    return str(path)

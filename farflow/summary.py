@@ -13,16 +13,29 @@ from rich.text import Text
 
 from farflow.view import accounting_table, human_bytes, new_table
 from transport.ids import policy_name
+from transport.runs import HELD_OUT
 from transport.status import AccountingRow, EvaluationStatus, PolicyStatus, SchedulerStatus
 
 Lineage = Sequence[tuple[int, Sequence[str]]]
 """Steps with the job ids that each was trained on, as a checkpoint holds them."""
 
 
+class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The first and the last finished evaluation of one name; ``pass_at`` is of the last, by k."""
+
+    name: str
+    samples: int
+    items: int
+    accuracy_before: float
+    accuracy_after: float
+    pass_at: dict[str, float]
+
+
 class PolicySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy's result. ``accuracy_before`` and ``accuracy_after`` are greedy on held-out
-    items; ``trained_twice`` lists job ids, empty when all is well; ``lineage_groups`` is None
-    for a frozen policy, and where the checkpoint could not be read."""
+    """One policy's result. ``accuracy_before`` and ``accuracy_after`` are those of the evaluation
+    ``held-out``, and all of them are in ``evaluations``; ``trained_twice`` lists job ids, empty
+    when all is well; ``lineage_groups`` is None for a frozen policy, and where the checkpoint could
+    not be read."""
 
     policy: str
     steps: int
@@ -33,6 +46,7 @@ class PolicySummary(msgspec.Struct, frozen=True, kw_only=True):
     held_out_items: int
     lineage_groups: int | None
     trained_twice: tuple[str, ...]
+    evaluations: tuple[EvaluationSummary, ...] = ()
 
 
 class AgentDigest(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,27 +158,37 @@ def summarise(
 
 
 def _policy(policy: PolicyStatus, lineage: Lineage | None) -> PolicySummary:
-    done = [e for e in policy.evaluations if e.done]
-    before = _at(done, first=True)
-    after = _at(done, first=False)
+    evaluations = _evaluations([e for e in policy.evaluations if e.done])
+    held_out = next((e for e in evaluations if e.name == HELD_OUT), None)
     return PolicySummary(
         policy=policy.policy,
         steps=policy.step,
         version=policy.head_version,
         digest=policy.head_digest,
-        accuracy_before=None if before is None else before.accuracy,
-        accuracy_after=None if after is None else after.accuracy,
-        held_out_items=0 if after is None else after.scored,
+        accuracy_before=None if held_out is None else held_out.accuracy_before,
+        accuracy_after=None if held_out is None else held_out.accuracy_after,
+        held_out_items=0 if held_out is None else held_out.items,
         lineage_groups=None if lineage is None else sum(len(jobs) for _, jobs in lineage),
         trained_twice=() if lineage is None else repeated(lineage),
+        evaluations=evaluations,
     )
 
 
-def _at(done: Sequence[EvaluationStatus], *, first: bool) -> EvaluationStatus | None:
-    if not done:
-        return None
-    key = min if first else max
-    return key(done, key=lambda e: (e.step, e.version))
+def _evaluations(done: Sequence[EvaluationStatus]) -> tuple[EvaluationSummary, ...]:
+    by_name: dict[str, list[EvaluationStatus]] = {}
+    for status in sorted(done, key=lambda e: (e.step, e.version)):
+        by_name.setdefault(status.name, []).append(status)
+    return tuple(
+        EvaluationSummary(
+            name=name,
+            samples=found[-1].samples,
+            items=found[-1].scored,
+            accuracy_before=found[0].accuracy,
+            accuracy_after=found[-1].accuracy,
+            pass_at=found[-1].pass_at,
+        )
+        for name, found in sorted(by_name.items())
+    )
 
 
 def render(summary: RunSummary) -> RenderableType:
@@ -183,6 +207,8 @@ def render(summary: RunSummary) -> RenderableType:
             str(policy.held_out_items),
         )
     parts.append(table)
+    if any(e.name != HELD_OUT or e.samples > 1 for p in summary.policies for e in p.evaluations):
+        parts.append(_evaluation_table(summary))
     digests = new_table("weights at the end")
     for column in ("agent", "policy", "version", "digest", "equals the published"):
         digests.add_column(column)
@@ -213,6 +239,25 @@ def render(summary: RunSummary) -> RenderableType:
             )
         )
     return Group(*parts)
+
+
+def _evaluation_table(summary: RunSummary) -> RenderableType:
+    table = new_table("evaluations")
+    for column in ("policy", "evaluation", "before", "after", "pass@k after", "answers", "items"):
+        table.add_column(column)
+    for policy in summary.policies:
+        for found in policy.evaluations:
+            chances = (f"{k}: {_percent(chance)}" for k, chance in found.pass_at.items())
+            table.add_row(
+                policy_name(policy.policy),
+                found.name,
+                _percent(found.accuracy_before),
+                _percent(found.accuracy_after),
+                ", ".join(chances) or "-",
+                str(found.samples),
+                str(found.items),
+            )
+    return table
 
 
 def _percent(value: float | None) -> str:

@@ -91,10 +91,13 @@ def check_workflow(spec: RunSpec, config: UpConfig, agents: list[LocalAgent]) ->
     """
     reference = spec.workflow.reference
     offered = {*SHIPPED, *config.agent.workflows}
+    offered.update(f"program:{name}" for name in config.agent.programs)
     for agent in agents:
         offered.update(agent.settings.get("workflows", ()))
+        offered.update(f"program:{name}" for name in agent.settings.get("programs", ()))
     if reference not in offered:
         raise ConfigError(
             f"workflow.reference: no agent offers {reference!r}; offered are "
-            f"{', '.join(sorted(offered))}; name your own as module:function in agent.workflows"
+            f"{', '.join(sorted(offered))}; name your own as module:function in agent.workflows, "
+            "or a program in [agent.programs]"
         )

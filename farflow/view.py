@@ -15,6 +15,7 @@ from rich.text import Text
 
 from farflow.words import counted
 from transport.ids import policy_name
+from transport.runs import HELD_OUT
 from transport.status import (
     AccountingRow,
     AgentStatus,
@@ -66,9 +67,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(_SPARKS[min(top, max(0, int(v * top + 0.5)))] for v in values[-width:])
 
 
-def accuracy_text(evaluations: Iterable[EvaluationStatus]) -> str:
-    """``48.2 % → 86.1 % (v120)``: the first and the latest finished evaluation."""
-    done = [e for e in evaluations if e.done]
+def accuracy_text(evaluations: Iterable[EvaluationStatus], name: str = HELD_OUT) -> str:
+    """``48.2 % → 86.1 % (v120)``: the first and the latest finished evaluation of a name."""
+    done = [e for e in evaluations if e.done and e.name == name]
     if not done:
         return "-"
     first, last = done[0], done[-1]
@@ -118,6 +119,40 @@ def policy_table(run: RunStatus, rewards: Mapping[str, Sequence[float]]) -> Tabl
             delta_text(last),
         )
     return table
+
+
+def pass_at_text(evaluation: EvaluationStatus) -> str:
+    """``pass@1 20.0 %, pass@4 50.0 %``; ``-`` where every item has one answer."""
+    chances = [f"pass@{k} {100 * chance:.1f} %" for k, chance in evaluation.pass_at.items()]
+    return ", ".join(chances) or "-"
+
+
+def evaluation_table(run: RunStatus) -> Table | None:
+    """One row per policy and evaluation; None where ``policy_table`` says all."""
+    table = new_table(f"evaluations of run {run.name}")
+    for column in ("policy", "evaluation", "accuracy", "pass@k", "answers", "items", "now"):
+        table.add_column(column)
+    told = False
+    for policy in run.policies:
+        by_name: dict[str, list[EvaluationStatus]] = {}
+        for status in policy.evaluations:
+            by_name.setdefault(status.name, []).append(status)
+        for name, found in by_name.items():
+            last = next((e for e in reversed(found) if e.done), found[-1])
+            running = next((e for e in reversed(found) if not e.done), None)
+            told = told or name != HELD_OUT or last.samples > 1
+            table.add_row(
+                policy_name(policy.policy),
+                name,
+                accuracy_text(found, name),
+                pass_at_text(last) if last.done else "-",
+                str(last.samples),
+                str(last.scored if last.done else last.items),
+                ""
+                if running is None
+                else f"v{running.version}: {running.scored} of {running.items} items",
+            )
+    return table if told else None
 
 
 def _run_facts(run: RunStatus) -> list[str]:
@@ -224,7 +259,8 @@ def accounting_table(rows: Sequence[AccountingRow], run: str = "") -> Table:
     table.add_column("policy")
     table.add_column("kind")
     used = [s for s in get_args(CopyState) if any(getattr(row, s) for row in rows)]
-    outside = ["abandoned", *(["requeued"] if any(row.requeued for row in rows) else [])]
+    rare = ("requeued", "replayed")
+    outside = ["abandoned", *(name for name in rare if any(getattr(row, name) for row in rows))]
     for column in ("submitted", *used, *outside, "balance"):
         table.add_column(column, justify="right")
     for row in rows:
@@ -246,7 +282,11 @@ def screen(
     note: str = "",
 ) -> RenderableType:
     """The live view."""
-    parts: list[RenderableType] = [policy_table(run, rewards) for run in status.runs]
+    parts: list[RenderableType] = []
+    for run in status.runs:
+        parts.append(policy_table(run, rewards))
+        evaluations = evaluation_table(run)
+        parts += [] if evaluations is None else [evaluations]
     parts.append(agent_table(status.agents, rates))
     parts += [Text(line, style="yellow") for line in alert_lines(status.alerts, status.agents)]
     parts += [Text(line, style="dim") for line in demand_lines(status.demand)]
@@ -309,9 +349,13 @@ def step_line(step: StepStatus) -> str:
 
 def evaluation_line(evaluation: EvaluationStatus) -> str:
     """A finished evaluation as a line for a log."""
+    other = "" if evaluation.name == HELD_OUT else f"{evaluation.name} "
+    answers = f" of {evaluation.samples} answers each" if evaluation.samples > 1 else ""
+    chances = f", {pass_at_text(evaluation)}" if evaluation.pass_at else ""
     return (
-        f"evaluation {policy_name(evaluation.policy)} v{evaluation.version} "
-        f"accuracy {100 * evaluation.accuracy:.1f} % over {evaluation.scored} held-out items"
+        f"evaluation {other}{policy_name(evaluation.policy)} v{evaluation.version} "
+        f"accuracy {100 * evaluation.accuracy:.1f} % over {evaluation.scored} "
+        f"{'items' if other else 'held-out items'}{answers}{chances}"
     )
 
 

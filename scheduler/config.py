@@ -17,7 +17,11 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ``weights_http_port`` serves weight files over HTTP (0: not at all) at ``weights_http_host``,
     beyond this machine only with ``weights_http_certificate`` (PEM, with its chain) and
     ``weights_http_key`` (PEM, unencrypted). ``tenant_shares`` weighs the tenants of runs (1 where
-    not named); ``egress_usd_gb`` is what 10^9 bytes of weights that leave here cost."""
+    not named); ``egress_usd_gb`` is what 10^9 bytes of weights that leave here cost.
+    ``data_modules`` are the modules whose filters, replay selectors and curators runs may name;
+    they are imported here, at the start, and run beside the deciding loop.
+    ``task_modules`` are the modules whose functions runs may name as task sources (``[task]
+    function``); they are imported in the process that makes a run's items, never in ours."""
 
     folder: str = "scheduler"
     placement: Literal[
@@ -34,7 +38,7 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     retry_backoff_s: Seconds = 1.0
     retry_backoff_max_s: PositiveSeconds = 60.0
     prefetch_groups: Annotated[int, Meta(ge=0, le=64)] = 1
-    max_queued_jobs: Count = 100_000
+    max_queued_jobs: Count = 125_000
     attempt_max_s: PositiveSeconds = 3600.0
     max_dead_letters: Count = 1000
     max_results_per_submitter: Count = 100_000
@@ -51,6 +55,8 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     weights_http_key: str = ""
     tenant_shares: dict[str, Annotated[float, Meta(gt=0.0, le=1e6)]] = {}
     egress_usd_gb: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
+    data_modules: Annotated[tuple[str, ...], Meta(max_length=32)] = ()
+    task_modules: Annotated[tuple[str, ...], Meta(max_length=32)] = ()
     autoscaler: AutoscalerTable = AutoscalerTable()
 
     def __post_init__(self) -> None:

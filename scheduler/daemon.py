@@ -36,6 +36,7 @@ from scheduler.core.effects import (
 from scheduler.core.events import AgentRevoked
 from scheduler.core.machine import SchedulerCore
 from scheduler.core.settings import TRAJECTORY_LOG, WEIGHT_STORE, CoreSettings
+from scheduler.data.algorithms import DataAlgorithms
 from scheduler.decider import Decider
 from scheduler.enrolment import Enrolment
 from scheduler.event_log import EventLog, EventLogStart
@@ -177,6 +178,7 @@ class _Daemon:
             clock,
             self._execute,
             self._plane.takes_offers,
+            partial(DataAlgorithms(config.scheduler.data_modules).prepare, self._core),
         )
         self._alerts = Alerts(
             folder,
@@ -196,7 +198,8 @@ class _Daemon:
             clock=clock,
             ports=lambda: self._ports,
         )
-        self._runner = TaskRunner(self._decider.put, rng)
+        modules = config.scheduler.task_modules
+        self._runner = TaskRunner(self._decider.put, rng, modules=modules)
         self._records: list[RecordStep | RecordEvaluation | RunEnded] = []
         self._recorded = asyncio.Event()
         _log.info(
@@ -328,8 +331,8 @@ class _Daemon:
                 self._runner.start(run)
             case StopTaskSource(run):
                 self._runner.stop(run)
-            case ProduceItems(run, kind, start, count):
-                self._runner.produce(run, kind, start, count)
+            case ProduceItems(run, kind, start, count, evaluation):
+                self._runner.produce(run, kind, start, count, evaluation)
             case RecordStep() | RecordEvaluation() | RunEnded():
                 if isinstance(effect, RunEnded):
                     _log.info("run.ended", run=effect.run, reason=effect.reason)

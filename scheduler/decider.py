@@ -78,7 +78,8 @@ _log = structlog.get_logger()
 
 class Decider:
     """``execute`` carries out one effect; it is called on the loop and must not block.
-    ``takes_many`` says whether a peer understands several offers in one message."""
+    ``takes_many`` says whether a peer understands several offers in one message, ``prepare`` gives
+    an event as the core is to hear it."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class Decider:
         clock: Clock,
         execute: Callable[[Effect], None],
         takes_many: Callable[[str], bool] = lambda _peer: False,
+        prepare: Callable[[Event], Event] = lambda event: event,
     ) -> None:
         self._core = core
         self._store = store
@@ -97,6 +99,7 @@ class Decider:
         self._clock = clock
         self._execute = execute
         self._takes_many = takes_many
+        self._prepare = prepare
         self._start_s = clock.monotonic_s() - store.now
         self._input: deque[Event] = deque()
         self._wake = asyncio.Event()
@@ -194,6 +197,7 @@ class Decider:
 
     def _handle(self, event: Event) -> None:
         now = self._decided_s = self.now()
+        event = self._prepare(event)
         self._inputs.append((now, event))
         self._effects += self._core.handle(event, now)
 

@@ -39,11 +39,14 @@ from scheduler.core.events import (
     ItemsProduced,
     TaskSourceFailed,
     Tick,
+    Verdict,
+    Verdicts,
 )
 from scheduler.core.settings import CoreSettings
 from transport.envelope import KIND_OF
 from transport.errors import StoreError
 from transport.messages import KINDS, Item, Message
+from transport.runs import HELD_OUT
 
 MAX_BYTES: Final = 512 * 2**20
 SEGMENT_BYTES: Final = 16 * 2**20
@@ -85,12 +88,14 @@ def pack_event(event: Event) -> list[Any]:
             return ["revoked", name]
         case FromTrainer(name, message):
             return ["trainer", name, *_pack(message)]
-        case FromService(name, message):
-            return ["service", name, *_pack(message)]
-        case FromOperator(name, request, message):
-            return ["operator", name, *_pack(message), request]
-        case ItemsProduced(run, kind, start, items):
-            return ["items", run, kind, start, msgspec.to_builtins(items)]
+        case FromService(name, message, verdicts):
+            said = [msgspec.to_builtins(verdicts)] if verdicts else []
+            return ["service", name, *_pack(message), *said]
+        case FromOperator(name, request, message, fault):
+            return ["operator", name, *_pack(message), request, *([fault] if fault else [])]
+        case ItemsProduced(run, kind, start, items, evaluation, verdicts):
+            said = [msgspec.to_builtins(verdicts)] if verdicts else []
+            return ["items", run, kind, start, msgspec.to_builtins(items), evaluation, *said]
         case TaskSourceFailed(run, code, text):
             return ["failed", run, code, text]
         case Tick():
@@ -109,11 +114,19 @@ def unpack_event(packed: Sequence[Any]) -> Event:
                 return FromTrainer(name, _unpack(kind, data))
             case ["service", str(name), int(kind), bytes(data)]:
                 return FromService(name, _unpack(kind, data))
+            case ["service", str(name), int(kind), bytes(data), verdicts]:
+                said = msgspec.convert(verdicts, tuple[Verdicts, ...])
+                return FromService(name, _unpack(kind, data), said)
             case ["operator", str(name), int(kind), bytes(data), int(request)]:
                 return FromOperator(name, request, _unpack(kind, data))
-            case ["items", str(run), ("train" | "eval") as items_kind, int(start), items]:
+            case ["operator", str(name), int(kind), bytes(data), int(request), str(fault)]:
+                return FromOperator(name, request, _unpack(kind, data), fault)
+            case ["items", str(run), ("train" | "eval") as items_kind, int(start), items, *more]:
                 made = msgspec.convert(items, tuple[Item, ...])
-                return ItemsProduced(run, items_kind, start, made)
+                # A log of before there were named evaluations, or curators, has fewer parts.
+                evaluation = msgspec.convert(more[0], str) if more else HELD_OUT
+                curated = msgspec.convert(more[1] if len(more) > 1 else [], tuple[Verdict, ...])
+                return ItemsProduced(run, items_kind, start, made, evaluation, curated)
             case ["failed", str(run), str(code), str(text)]:
                 return TaskSourceFailed(run, code, text)
             case ["tick"]:

@@ -29,7 +29,7 @@ from scheduler.task_source import (
     SourceRequest,
     frame,
 )
-from transport.runs import RunSpec
+from transport.runs import HELD_OUT, RunSpec
 from transport.runtime.processes import child_environment
 
 MAX_DEATHS: Final = 5
@@ -52,7 +52,7 @@ _decoder = msgspec.msgpack.Decoder(SourceAnswer)
 
 class TaskRunner:
     """The task sources of all live runs. ``on_event`` is called on the event loop; ``argv`` is
-    what makes items."""
+    what makes items, and ``modules`` are those of users' own sources that it may import."""
 
     def __init__(
         self,
@@ -60,12 +60,13 @@ class TaskRunner:
         rng: random.Random,
         *,
         argv: tuple[str, ...] = (sys.executable, "-m", "scheduler.task_source"),
+        modules: tuple[str, ...] = (),
         max_deaths: int = MAX_DEATHS,
         first_restart_s: float = FIRST_RESTART_S,
     ) -> None:
         self._on_event = on_event
         self._rng = rng
-        self._argv = argv
+        self._argv = (*argv, *modules)
         self._max_deaths = max_deaths
         self._first_restart_s = first_restart_s
         self._runs: dict[str, _RunSource] = {}
@@ -83,14 +84,16 @@ class TaskRunner:
                 first_restart_s=self._first_restart_s,
             )
 
-    def produce(self, run: str, kind: Kind, start: int, count: int) -> None:
+    def produce(
+        self, run: str, kind: Kind, start: int, count: int, evaluation: str = HELD_OUT
+    ) -> None:
         """Ask for items; the answer may come in parts. Unknown runs are ignored: the core has
         stopped them since."""
         source = self._runs.get(run)
         if source is not None:
             for first in range(start, start + count, MAX_COUNT):
                 part = min(MAX_COUNT, start + count - first)
-                source.ask(SourceRequest(kind=kind, start=first, count=part))
+                source.ask(SourceRequest(kind=kind, start=first, count=part, evaluation=evaluation))
 
     def stop(self, run: str) -> None:
         """End the run's process in the background; nothing more is heard of it."""
@@ -213,10 +216,19 @@ class _RunSource:
                 self.ask(request)
                 return
         if answer.end is not None and not answer.items:
-            _log.info("task_source.held_out_end", run=self._run.name, items=answer.end)
+            _log.info(
+                "task_source.held_out_end",
+                run=self._run.name,
+                evaluation=answer.evaluation,
+                items=answer.end,
+            )
         self._on_event(
             ItemsProduced(
-                run=self._run.name, kind=answer.kind, start=answer.start, items=answer.items
+                run=self._run.name,
+                kind=answer.kind,
+                start=answer.start,
+                items=answer.items,
+                evaluation=answer.evaluation,
             )
         )
 
@@ -243,9 +255,9 @@ class _RunSource:
                 await process.wait()
         except (TimeoutError, asyncio.CancelledError) as error:
             _kill(process)
+            await process.wait()  # killed: it takes no time
             if isinstance(error, asyncio.CancelledError):
                 raise
-            await process.wait()
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

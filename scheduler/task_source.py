@@ -4,35 +4,35 @@ scheduler, and a crash in them costs nothing but a restart.
 Standard input and output carry frames: a little-endian u32 size and as many bytes of MessagePack.
 The first frame in is the ``RunSpec``; then ``SourceRequest`` in, ``SourceItems`` or
 ``SourceFailed`` out, in order. The end of the input ends the process. Whatever a generator prints
-goes to standard error, where the parent keeps it as evidence.
+goes to standard error, where the parent keeps it as evidence. The arguments are the modules of
+users' own task sources that may be imported (``scheduler.task_modules``).
 """
 
 import os
 import struct
 import sys
+from collections.abc import Collection
 from typing import BinaryIO, Final, Literal
 
 import msgspec
 
 from transport.errors import TaskError
 from transport.messages import Item
-from transport.runs import RunSpec
+from transport.runs import HELD_OUT, RunSpec
 
 FRAME_BYTES: Final = 64 * 2**20
 MAX_COUNT: Final = 1024
-JOB_BYTES: Final = 216 * 1024
-"""Items of one job travel in one control frame of 256 KiB, beside the workflow's settings (at most
-``MAX_SETTINGS_BYTES``) and the ids of its policies."""
 
 SIZE: Final = struct.Struct("<I")
 
 
 class SourceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Make items; at most ``MAX_COUNT`` of them."""
+    """Make items; at most ``MAX_COUNT`` of them. Those of kind ``eval`` are for ``evaluation``."""
 
     kind: Literal["train", "eval"]
     start: int
     count: int
+    evaluation: str = HELD_OUT
 
 
 class SourceItems(msgspec.Struct, frozen=True, kw_only=True, tag="items"):
@@ -43,6 +43,7 @@ class SourceItems(msgspec.Struct, frozen=True, kw_only=True, tag="items"):
     start: int
     items: tuple[Item, ...]
     end: int | None = None
+    evaluation: str = HELD_OUT
 
 
 class SourceFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -72,36 +73,31 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return data if len(data) == size else None
 
 
-def check_job_sizes(items: tuple[Item, ...], per_job: int) -> None:
-    """Raises TaskError when the items of an evaluation job do not fit one control frame."""
-    for first in range(0, len(items), per_job):
-        job = items[first : first + per_job]
-        size_bytes = len(msgspec.msgpack.encode(job))
-        if size_bytes > JOB_BYTES:
-            fitting = max(1, JOB_BYTES * len(job) // (2 * size_bytes))
-            raise TaskError(
-                f"evaluation items {job[0].index} to {job[-1].index} take {size_bytes} bytes, a job"
-                f" has room for {JOB_BYTES}; lower evaluation.items_per_job to {fitting}"
-            )
-
-
-def serve(run: RunSpec, requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until they end or the source fails."""
+def serve(
+    run: RunSpec, requests: BinaryIO, answers: BinaryIO, modules: Collection[str] = ()
+) -> None:
+    """Answer requests until they end or a source fails."""
     # Only here: the parent imports this module for its Structs and never needs the sources.
-    from scheduler.tasks import open_source
+    from scheduler.tasks import evaluation_source, open_source
 
-    per_job = run.evaluation.items_per_job if run.evaluation is not None else 1
     decoder = msgspec.msgpack.Decoder(SourceRequest)
     try:
-        source = open_source(run.task, run.seed)
+        source = open_source(run.task, run.seed, modules)
+        own = {
+            name: evaluation_source(name, spec, run.seed, modules) or source
+            for name, spec in run.all_evaluations().items()
+        }
         while (data := read_frame(requests)) is not None:
             request = decoder.decode(data)
-            items = tuple(source.items(request.kind, request.start, min(request.count, MAX_COUNT)))
-            end = None
-            if request.kind == "eval":
-                check_job_sizes(items, per_job)
-                end = source.held_out_end()
-            answer = SourceItems(kind=request.kind, start=request.start, items=items, end=end)
+            asked = source if request.kind == "train" else own.get(request.evaluation, source)
+            items = tuple(asked.items(request.kind, request.start, min(request.count, MAX_COUNT)))
+            answer = SourceItems(
+                kind=request.kind,
+                start=request.start,
+                items=items,
+                end=asked.held_out_end() if request.kind == "eval" else None,
+                evaluation=request.evaluation,
+            )
             answers.write(frame(answer))
             answers.flush()
     except TaskError as error:
@@ -116,7 +112,7 @@ def main() -> None:
     requests = sys.stdin.buffer
     data = read_frame(requests)
     if data is not None:
-        serve(msgspec.msgpack.decode(data, type=RunSpec), requests, answers)
+        serve(msgspec.msgpack.decode(data, type=RunSpec), requests, answers, sys.argv[1:])
 
 
 if __name__ == "__main__":

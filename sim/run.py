@@ -108,6 +108,7 @@ class Simulation:
             items_s=workload.items_s,
             seed=seed,
             check=check,
+            data_modules=scenario.data_modules,
         )
         self.log = TrajectoryLogActor(
             kernel=self.kernel, network=self.network, workload=workload, ledger=self.ledger

@@ -8,7 +8,7 @@ import random
 import re
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -20,7 +20,7 @@ from sim.links import LinkKeys, link_rate
 from sim.topology import Topology, load_regions, star
 from sim.workload import Seconds, Spread, Workload
 from transport.errors import ConfigError
-from transport.runs import PolicySpec, RunSpec, TaskSpec, WorkflowSpec
+from transport.runs import DataSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
 
 RUN: Final = "sim"
 MBIT: Final = 125_000.0
@@ -52,12 +52,13 @@ class AgentsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PolicyShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``train_s`` and ``train_cv`` None: the workload's."""
+    """``train_s`` and ``train_cv`` None: the workload's; ``data`` as in a run's file."""
 
     batch_groups: Positive = 64
     max_policy_lag: Annotated[int, Meta(ge=0, le=10_000)] = 2
     train_s: Seconds | None = None
     train_cv: Spread | None = None
+    data: DataSpec = DataSpec()
 
 
 class Scenario(LinkKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +66,8 @@ class Scenario(LinkKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
     to the cloud in milliseconds, or ``profiles`` its link profile; ``cloud`` is where scheduler,
     services and trainers are, behind one NIC of ``nic_mbit`` (none in the ``proxy`` model). What
     links are like: ``LinkKeys``. Simulated until every policy has finished ``steps`` steps, or
-    ``limit_s``. ``scheduler`` changes settings of its core."""
+    ``limit_s``. ``scheduler`` changes settings of its core; policies' ``data`` may name functions
+    of ``data_modules``."""
 
     name: str
     about: str = ""
@@ -78,11 +80,13 @@ class Scenario(LinkKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
         default_factory=lambda: {"policy": PolicyShape()}
     )
     group_size: Positive = 1
+    mode: Literal["async", "sync"] = "async"
     steps: Positive = 60
     limit_s: Annotated[float, Meta(gt=0.0, le=1e9)] = 50_000.0
     workload: Workload = Workload()
     faults: FaultSpec = FaultSpec()
     scheduler: dict[str, Any] = msgspec.field(default_factory=dict)
+    data_modules: Annotated[tuple[str, ...], Meta(max_length=32)] = ()
 
     @property
     def nic_rate(self) -> float:
@@ -143,11 +147,13 @@ class Scenario(LinkKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 batch_groups=shape.batch_groups,
                 max_policy_lag=shape.max_policy_lag,
                 checkpoint_every=10,
+                data=shape.data,
             )
             for name, shape in self.policies.items()
         }
         return RunSpec(
             name=RUN,
+            mode=self.mode,
             seed=seed,
             policies=policies,
             task=TaskSpec(source="reasoning-gym", dataset="chain_sum"),

@@ -22,6 +22,7 @@
     ├─ ModelError                     a model folder does not load; names the file
     ├─ TaskError                      a task source or item is malformed; names file, line, field
     ├─ RewardError                    a verifier crashed or timed out
+    ├─ ToolError                      a tool cannot do what a workflow asked of it
     ├─ StoreError                     (retryable) disk full, read-only, locked
     ├─ ProcessFailed                  a child process did not start, or ends again and again
     └─ InvariantViolation             never caught below main
@@ -126,6 +127,10 @@ class TaskError(FarflowError):
 
 class RewardError(FarflowError):
     code = "reward"
+
+
+class ToolError(FarflowError):
+    code = "tool"
 
 
 class StoreError(FarflowError):

@@ -18,11 +18,23 @@ MAX_NUMBER = 10**9
 MAX_TURNS = 64
 """How often a workflow of several turns may generate for one sequence."""
 
+MAX_ROLLOUTS = 16
+"""How many sequences a workflow may return for one sibling of a group."""
+
 MAX_SETTINGS_BYTES = 16 * 1024
 """A workflow's settings travel with every lease."""
 
 MAX_RUN_BYTES = 192 * 1024
 """A run travels in one control frame of 256 KiB."""
+
+MAX_EVALUATIONS = 16
+"""Tables ``[evaluations.NAME]`` of a run."""
+
+MAX_SAMPLES = 128
+"""Answers per item of an evaluation."""
+
+HELD_OUT = "held-out"
+"""The name of the evaluation that ``[evaluation]`` describes."""
 
 Positive = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 NotNegative = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
@@ -30,6 +42,15 @@ NotNegative = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 
 class RunTooLarge(ConfigError, ValueError):
     """It fits no message. A ValueError as well: msgspec adds to those where in a file it is."""
+
+
+def _check_settings(settings: dict[str, Any] | None) -> None:
+    size_bytes = len(msgspec.msgpack.encode(settings))
+    if size_bytes > MAX_SETTINGS_BYTES:
+        raise RunTooLarge(
+            f"settings: take {size_bytes} bytes, every lease has room for"
+            f" {MAX_SETTINGS_BYTES}; make them shorter"
+        )
 
 
 class AlgorithmSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,16 +98,57 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     data: DataSpec = DataSpec()
 
 
-class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A source of items. ``reasoning-gym`` takes ``dataset`` and ``settings`` and brings its own
-    verifier; ``jsonl`` takes ``path`` and scores with ``reward``. One item in ``held_out_one_in``
-    (by a hash of its prompt) is never trained on, so both parts are disjoint by construction."""
+class CodeReward(msgspec.Struct, frozen=True, kw_only=True):
+    """How the reward ``code`` runs an item's tests: ``share`` gives the part of them that is passed
+    instead of 1 for all and 0 otherwise; ``time_limit_s`` is for each test whose item says none,
+    ``memory_bytes`` for a process of the program."""
 
-    source: Literal["reasoning-gym", "jsonl"]
+    share: bool = False
+    time_limit_s: Annotated[float, Meta(gt=0.0, le=60.0)] = 5.0
+    memory_bytes: Annotated[int, Meta(ge=64 * 2**20, le=64 * 2**30)] = 512 * 2**20
+
+
+class SourceFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What any source of items has; see ``TaskSpec``."""
+
     dataset: str = ""
-    settings: dict[str, Any] = {}
     path: str = ""
-    reward: Literal["verifier", "exact", "math-verify"] = "verifier"
+    function: Annotated[str, Meta(max_length=200)] = ""
+    settings: dict[str, Any] = {}
+    reward: Literal["verifier", "exact", "math-verify", "code"] = "verifier"
+    code: CodeReward = CodeReward()
+
+
+class PartSpec(SourceFields, frozen=True, kw_only=True):
+    """One part of a mixture: a source, and its ``weight`` beside those of the other parts. Its
+    items belong to the task ``family`` of that name (empty: the data set, the file's name without
+    its ending, or the function); statistics and estimates are kept by family."""
+
+    source: Literal["reasoning-gym", "jsonl", "python"]
+    weight: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
+    family: Annotated[str, Meta(max_length=80)] = ""
+
+    @property
+    def name(self) -> str:
+        """The family of its items."""
+        if self.family or self.source == "reasoning-gym":
+            return self.family or self.dataset
+        if self.source == "jsonl":
+            return self.path.rpartition("/")[2].rpartition(".")[0] or self.path
+        return self.function.rpartition(":")[2]
+
+
+class TaskSpec(SourceFields, frozen=True, kw_only=True):
+    """A source of items. ``reasoning-gym`` takes ``dataset`` and ``settings`` and brings its own
+    verifier; ``jsonl`` takes ``path``; ``python`` takes ``function`` (``module:function`` on the
+    scheduler's host, of a module in ``scheduler.task_modules``) and calls it with a seed and
+    ``settings``; the last two are scored with ``reward``. ``mixture`` takes items from its
+    ``parts`` in proportion to their weights. One item in ``held_out_one_in`` (by a hash of its
+    prompt, the same for all parts) is never trained on, so both kinds of items are disjoint by
+    construction."""
+
+    source: Literal["reasoning-gym", "jsonl", "python", "mixture"]
+    parts: Annotated[tuple[PartSpec, ...], Meta(max_length=32)] = ()
     held_out_one_in: Annotated[int, Meta(ge=2, le=1000)] = 5
 
 
@@ -103,12 +165,7 @@ class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raises RunTooLarge for settings that no lease has room for."""
-        size_bytes = len(msgspec.msgpack.encode(self.settings))
-        if size_bytes > MAX_SETTINGS_BYTES:
-            raise RunTooLarge(
-                f"settings: take {size_bytes} bytes, every lease has room for"
-                f" {MAX_SETTINGS_BYTES}; make them shorter"
-            )
+        _check_settings(self.settings)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -118,13 +175,63 @@ class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluationSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Greedy accuracy on held-out items, pinned to one version: before training, every so many
-    versions (0 = never in between) and after the last step."""
+    """How good pinned versions are on items that are not trained on: before training, every
+    ``every_versions`` versions (0: never in between, then with ``items_between`` items) and after
+    the last step.
+
+    Each item gets ``samples`` answers at ``temperature`` (0: greedy), of which those are right
+    whose reward is at least ``accuracy_threshold``. The result is their share, avg@``samples``, and
+    for the numbers k in ``pass_at`` (empty: powers of two) the probability that one of k answers is
+    right. ``task`` is a data set of its own, all of it or only its held-out part (``split``);
+    without it the run's held-out items are used. ``workflow`` with its ``settings``, and
+    ``max_new_tokens``, are the run's where they are empty or 0. A job has ``items_per_job``
+    sequences: with more ``samples`` it has fewer items."""
 
     items: Positive = 1024
     every_versions: NotNegative = 0
     items_between: Positive = 256
     items_per_job: Annotated[int, Meta(ge=1, le=256)] = 64
+    at_start: bool = True
+    at_end: bool = True
+    task: TaskSpec | None = None
+    split: Literal["all", "held-out"] = "all"
+    workflow: Annotated[str, Meta(max_length=200)] = ""
+    settings: dict[str, Any] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
+    pass_at: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=MAX_SAMPLES)], ...], Meta(max_length=8)
+    ] = ()
+    accuracy_threshold: Annotated[float, Meta(ge=-1e9, le=1e9)] = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises RunTooLarge for settings that no lease has room for."""
+        _check_settings(self.settings)
+
+    def workflow_of(self, run: WorkflowSpec) -> WorkflowSpec:
+        """How its items become sequences; a workflow of its own does not get the run's settings."""
+        settings = run.settings if self.workflow in ("", run.reference) else {}
+        return msgspec.structs.replace(
+            run,
+            reference=self.workflow or run.reference,
+            group_size=self.samples,
+            max_new_tokens=self.max_new_tokens or run.max_new_tokens,
+            temperature=self.temperature,
+            settings=settings if self.settings is None else self.settings,
+        )
+
+    def items_of_job(self) -> int:
+        """How many items one job has at most."""
+        return max(1, self.items_per_job // self.samples)
+
+    def reported_k(self) -> tuple[int, ...]:
+        """The k of the pass@k that are reported, ascending; none where every item has one answer,
+        because pass@1 is the accuracy."""
+        if self.samples == 1:
+            return ()
+        powers = (1 << n for n in range(self.samples.bit_length()))
+        return tuple(sorted(set(self.pass_at or powers)))
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,14 +240,19 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     0 stands for no limit. ``budget_usd`` stops the run once boxes and egress have cost so much;
     ``hedge_share`` of the tokens may be spent on second attempts for the last groups of a batch;
     ``require`` maps labels of agents to the values that are allowed (all must match), for example
-    ``region = ["eu-west-1"]`` for data that must stay there."""
+    ``region = ["eu-west-1"]`` for data that must stay there. ``mode`` sync is the loop that the
+    others are compared with: one barrier per step (see ``scheduler.core.admission``). ``curators``
+    are asked in order for each training item; the first one that objects has it skipped."""
 
     name: str
+    mode: Literal["async", "sync"] = "async"
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     policies: Annotated[dict[str, PolicySpec], Meta(max_length=32)]
     task: TaskSpec
     workflow: WorkflowSpec
     evaluation: EvaluationSpec | None = None
+    evaluations: Annotated[dict[str, EvaluationSpec], Meta(max_length=MAX_EVALUATIONS)] = {}
+    curators: Annotated[tuple[AlgorithmSpec, ...], Meta(max_length=16)] = ()
     max_attempts: Annotated[int, Meta(ge=1, le=100)] = 5
     max_groups: NotNegative = 0
     tenant: str = "default"
@@ -160,3 +272,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"the run takes {size_bytes} bytes, a message has room for {MAX_RUN_BYTES};"
                 " make settings and texts shorter"
             )
+
+    def all_evaluations(self) -> dict[str, EvaluationSpec]:
+        """Every evaluation by name."""
+        first = {} if self.evaluation is None else {HELD_OUT: self.evaluation}
+        return {**first, **self.evaluations}

@@ -5,6 +5,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from transport.runs import HELD_OUT
+
 CopyState = Literal[
     "queued",
     "in_flight",
@@ -29,7 +31,9 @@ class AccountingRow(msgspec.Struct, kw_only=True):
     ``scored`` is how evaluation jobs succeed, ``delivered`` how external ones do. Two columns are
     outside the sum: ``abandoned`` counts consumptions that a rolled-back lineage lost (the group
     returned to the buffer and is counted again where it went), ``requeued`` how many of
-    ``submitted`` were dead letters before (their first copies stay ``failed``).
+    ``submitted`` were dead letters before (their first copies stay ``failed``), ``replayed`` how
+    often groups were trained on again, as far as a checkpoint covers it (``trained`` speaks of the
+    first time).
     """
 
     policy: str
@@ -50,6 +54,7 @@ class AccountingRow(msgspec.Struct, kw_only=True):
     cancelled: int = 0
     abandoned: int = 0
     requeued: int = 0
+    replayed: int = 0
 
     @property
     def balance(self) -> int:
@@ -109,7 +114,9 @@ class DemandStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluationStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Greedy accuracy of one version on held-out items; ``accuracy`` is over ``scored`` items."""
+    """How good one version is in the evaluation ``name``. ``accuracy`` is the share of right
+    answers over ``scored`` items of ``samples`` answers each (avg@samples); ``pass_at`` has, by k,
+    the probability that one of k answers is right."""
 
     policy: str
     version: int
@@ -118,6 +125,9 @@ class EvaluationStatus(msgspec.Struct, frozen=True, kw_only=True):
     scored: int
     accuracy: float
     done: bool
+    name: str = HELD_OUT
+    samples: int = 1
+    pass_at: dict[str, float] = {}
 
 
 class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +148,8 @@ class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy of a run. ``trainer`` is absent, waiting, training or done."""
+    """One policy of a run. ``trainer`` is absent, waiting, training or done; ``replay_groups`` are
+    kept to be trained on again."""
 
     policy: str
     trainer: str
@@ -150,6 +161,7 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     buffered_groups: int
     last_step: StepStatus | None
     evaluations: tuple[EvaluationStatus, ...]
+    replay_groups: int = 0
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):

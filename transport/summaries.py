@@ -5,6 +5,7 @@ What always holds: a summary without a fault is of bounded size, and its numbers
 them fit 64 bits.
 """
 
+import itertools
 import re
 
 import msgspec
@@ -59,6 +60,14 @@ def summary_fault(summary: GroupSummary) -> str:
     for low, high in summary.versions.values():
         if not 0 <= low <= high <= MAX_COUNT:
             return "versions: the oldest is newer than the newest, or out of range"
+    if not 0 <= summary.truncated <= len(summary.lengths):
+        return f"truncated: {summary.truncated} of {len(summary.lengths)} sequences"
+    for name, places in summary.members.items():
+        ordered = all(low < high for low, high in itertools.pairwise(places))
+        if name not in summary.versions or not places or not ordered:
+            return f"members: of {name} are none, or not in order"
+        if places[0] < 0 or places[-1] >= len(summary.lengths):
+            return f"members: of {name} are not within {len(summary.lengths)} sequences"
     size_bytes = len(_encode(summary))
     if size_bytes > MAX_SUMMARY_BYTES:
         return f"the summary takes {size_bytes} bytes, at most {MAX_SUMMARY_BYTES}"

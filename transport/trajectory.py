@@ -134,12 +134,15 @@ def summarise(
     it from a body to compare (a body unlike its summary is evidence against the agent).
     """
     versions: dict[str, tuple[int, int]] = {}
-    for sequence in group.sequences:
+    members: dict[str, dict[int, None]] = {}
+    for place, sequence in enumerate(group.sequences):
         for _, policy, version in sequence.segments:
             if policy < 0:
                 continue
-            oldest, newest = versions.get(group.policies[policy], (version, version))
-            versions[group.policies[policy]] = (min(oldest, version), max(newest, version))
+            name = group.policies[policy]
+            oldest, newest = versions.get(name, (version, version))
+            versions[name] = (min(oldest, version), max(newest, version))
+            members.setdefault(name, {})[place] = None
     return GroupSummary(
         attempt=group.attempt,
         fence=fence,
@@ -152,6 +155,12 @@ def summarise(
         prompt_tokens=sum(map(len, group.prompts)),
         queued_s=queued_s,
         generating_s=generating_s,
+        truncated=sum(sequence.finish_reason == "length" for sequence in group.sequences),
+        members={
+            name: tuple(places)
+            for name, places in members.items()
+            if len(places) < len(group.sequences)
+        },
     )
 
 

@@ -1,8 +1,9 @@
 """The batch of the next step: its grant, the groups that cannot be used, the bodies.
 
-What always holds: only granted groups are fetched; a group that cannot be used is named to the
-scheduler as often as it is granted; the batch is complete when every granted group is here, so a
-refused one must first be taken out of the grant by the scheduler.
+What always holds: only granted groups are fetched; a group is new to the lineage, unless the grant
+says that it is to be trained on again and the lineage knows it; a group that cannot be used is
+named to the scheduler as often as it is granted; the batch is complete when every granted group is
+here, so a refused one must first be taken out of the grant by the scheduler.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from cloud_trainer.core.trained_jobs import TrainedJobs
 from transport.messages import Body, GroupRef, GroupUnusable, Plane
 
 TRAINED_BEFORE = "group.trained"
+NOT_TRAINED = "group.not_trained"
 
 
 class Batch:
@@ -39,8 +41,8 @@ class Batch:
         """The step was granted, maybe again with other groups."""
         self.groups = tuple({ref.job: ref for ref in groups}.values())
         for ref in self.groups:
-            if ref.job in trained:
-                self.refused[ref.job] = TRAINED_BEFORE
+            if (ref.job in trained) != ref.replay:
+                self.refused[ref.job] = NOT_TRAINED if ref.replay else TRAINED_BEFORE
         gone = self._fetch.adopt([ref for ref in self.groups if ref.job not in self.refused])
         forgotten: list[Effect] = [ForgetBodies(digests=gone)] if gone else []
         return forgotten + self.refusals()

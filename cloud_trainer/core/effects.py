@@ -80,7 +80,8 @@ class ForgetVersion(Effect, frozen=True, kw_only=True):
 
 
 class LineageStep(msgspec.Struct, frozen=True, array_like=True):
-    """The jobs that one step was trained on. Array-like under the segments' format number."""
+    """The jobs that one step trained on for the first time. Array-like under the segments' format
+    number."""
 
     step: int
     jobs: tuple[str, ...]

@@ -31,7 +31,7 @@ def check(core: "TrainerCore") -> None:
         "every step since the checkpoint is in the lineage": [e.step for e in lineage] == steps,
         "no job is trained on twice": len(set(jobs)) == len(jobs)
         and all(job in core.trained for job in jobs)
-        and not any(ref.job in core.trained for ref in core.running),
+        and not any((ref.job in core.trained) != ref.replay for ref in core.running),
         "a trainer is done only when all is durable": core.phase is not Phase.DONE
         or (not core.publications.undurable and core.checkpoints.step == core.step),
     }

@@ -3,7 +3,7 @@
 What always holds:
 
 1. At most one step runs; steps rise by one; a step is only ever run on the groups that the
-   scheduler granted for it, and no job is trained on twice along a lineage.
+   scheduler granted for it, and no job is trained on for the first time twice along a lineage.
 2. A version number is the highest ever given plus one and is never given again; its parent is the
    version that the step started from; weights that are not finite get no version. Who begins
    below the highest number publishes the checkpoint's weights once more, above it: agents only
@@ -276,7 +276,7 @@ class TrainerCore:
             self._lose_step(groups, now, effects)
             return
         self.step = event.step
-        jobs = tuple(ref.job for ref in groups)
+        jobs = tuple(ref.job for ref in groups if not ref.replay)
         for job in jobs:
             self.trained.add(job)
         self.checkpoints.trained.append(LineageStep(self.step, jobs))

@@ -1,14 +1,16 @@
 """An engine without a model library: real time behaviour, real learning of a toy kind.
 
 What always holds: at most ``slots`` sequences run; a sequence of ``n`` tokens takes
-``first_token_s + n / tokens_per_s`` from getting its slot; its tokens, lengths and
+``first_token_s + n / tokens_per_s`` from getting its slot (one that ``stop`` ends, the time that it
+would have taken without); its tokens, lengths and
 log-probabilities depend on the engine's seed, the request and the weights only, never on time or
 company; weights change between two tokens and each token carries the version that drew it;
 ``read_weights`` gives back exactly the bytes that came in.
 
 A completion is a chain of thoughts, then an answer spelled out, then the end (``fake_policy`` says
-what a policy thinks and answers). Lengths are log-normal with the mean and coefficient of variation
-of ``[agent.fake]``; an answer that does not fit within ``max_new_tokens`` is cut off.
+what a policy thinks, ``fake_text`` what it answers). Lengths are log-normal with the mean and
+coefficient of variation of ``[agent.fake]``; an answer that does not fit within ``max_new_tokens``
+is cut off.
 """
 
 import asyncio
@@ -18,8 +20,19 @@ from pathlib import Path
 from statistics import NormalDist
 
 from edge_agent.config import FakeEngineTable
-from edge_agent.engine import Completion, EngineStats, GenerationRequest, Positions, inside
-from edge_agent.engines.fake_policy import CHARACTERS, END, FakePolicy, decode_text, solve
+from edge_agent.engine import (
+    Chat,
+    Completion,
+    EngineStats,
+    GenerationRequest,
+    Positions,
+    Tools,
+    inside,
+    stop_fault,
+)
+from edge_agent.engines import fake_text
+from edge_agent.engines.fake_policy import FakePolicy
+from edge_agent.engines.fake_text import CHARACTERS, END, answer_to, decode_text, spoiled
 from edge_agent.engines.sampling import uniform_numbers
 from transport.errors import GenerationFailed, WeightApplyFailed
 from transport.runtime.clock import Clock, SystemClock
@@ -79,13 +92,14 @@ class _Sequence:
         self._request = request
         self._limit = sampling.max_new_tokens
         mixed, name = seed * 1_000_003 + sampling.seed, request.request_id
-        self._answer = solve(decode_text(request.prompt_tokens))
+        self._answer = answer_to(request.prompt_tokens)
+        self._room = max(len(self._answer), len(spoiled(self._answer)))
         place = float(uniform_numbers(mixed, name, sibling, 1)[0])
         if by_place:
             place = place_uniform(sampling.seed, sibling)
         length = times.tokens(place, self._limit)
-        self._thoughts = max(1, length - len(self._answer) - 1)
-        self.total = min(self._limit, self._thoughts + len(self._answer) + 1)
+        self._thoughts = max(1, length - self._room - 1)
+        self.total = min(self._limit, self._thoughts + self._room + 1)
         self._uniform = uniform_numbers(mixed, name, sibling, self._thoughts + 1)[1:]
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -101,7 +115,7 @@ class _Sequence:
             self.tokens.append(token)
             self._logprobs.append(logprob)
             self._versions.append(self.policy.version)
-            self.stopped = token == END or token in self._request.sampling.stop_token_ids
+            self.stopped = token == END or self._is_stopped(token)
         return len(self.tokens) - before
 
     def _next(self) -> tuple[int, float]:
@@ -111,13 +125,19 @@ class _Sequence:
             return self.policy.think(
                 before, self._request.sampling.temperature, float(self._uniform[at])
             )
+        if at == self._thoughts and not self._thought_well():
+            self._answer = spoiled(self._answer)
         spelled = at - self._thoughts
         if spelled == len(self._answer):
             return END, 0.0
-        character = self._answer[spelled]
-        if spelled == len(self._answer) - 1 and not self._thought_well():
-            character = str((int(character) + 1) % 10)
-        return CHARACTERS + ord(character), 0.0
+        return CHARACTERS + ord(self._answer[spelled]), 0.0
+
+    def _is_stopped(self, token: int) -> bool:
+        sampling = self._request.sampling
+        if token in sampling.stop_token_ids:
+            return True
+        said = self._answer[: max(0, len(self.tokens) - self._thoughts)]
+        return any(said.endswith(text) for text in sampling.stop)
 
     def _thought_well(self) -> bool:
         half = self.policy.vocabulary // 2
@@ -178,7 +198,17 @@ class FakeEngine:
     def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
         """One token per character."""
         self._hosted(policy)
-        return tuple(CHARACTERS + ord(character) for character in prompt)
+        return fake_text.encode_text(prompt)
+
+    def encode_chat(self, policy: str, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
+        """See ``Engine.encode_chat`` and ``fake_text``."""
+        self._hosted(policy)
+        return fake_text.encode_chat(messages, tools)
+
+    def encode_next(self, policy: str, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
+        """See ``Engine.encode_next``."""
+        self._hosted(policy)
+        return fake_text.encode_next(answer, messages)
 
     def decode(self, policy: str, tokens: Sequence[int]) -> str:
         """The characters among ``tokens``."""
@@ -194,6 +224,8 @@ class FakeEngine:
             raise GenerationFailed(f"{request.request_id}: impossible sampling parameters")
         if sampling.top_p != 1.0:
             raise GenerationFailed(f"{request.request_id}: the fake engine knows no top_p")
+        if fault := stop_fault(sampling):
+            raise GenerationFailed(f"{request.request_id}: {fault}")
         policy = self._hosted(request.policy)
         task = asyncio.create_task(self._generate(policy, request))
         self._requests.add(task)

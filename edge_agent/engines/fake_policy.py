@@ -3,20 +3,16 @@
 What always holds: weights are kept as the bytes that came in; a swap that does not fit changes
 nothing; a thought depends on the weights, the token before, the temperature and one uniform number.
 
-Tokens: below ``CHARACTERS`` they are thoughts and decode to nothing; above, characters of text; at
-it, the end.
-
     thoughts   drawn from softmax((embed @ output.T + bias)[token before] / temperature) of a
                ``farflow-numpy`` model, uniform over 64 for any other folder
-    answer     the value of the prompt's last integer sum, right if more than half of the thoughts
-               are in the lower half of the vocabulary, else with its last digit changed; spelled
-               with probability 1, so its log-probabilities are 0; empty if there is no sum
+    answer     what ``fake_text.answer_to`` the prompt says (the value of its last integer sum,
+               say), if more than half of the thoughts are in the lower half of the vocabulary, else
+               spoiled; spelled with probability 1, so its log-probabilities are 0
 
 So a policy learns to think in the lower half by being rewarded for right answers.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,28 +24,14 @@ from transport.weights.folder import read_model_folder
 from transport.weights.patch import Patch, patched
 from transport.weights.tensors import TensorBytes
 
-CHARACTERS = 1 << 16
-END = CHARACTERS
 MODEL_TYPE = "farflow-numpy"
 
 _VOCABULARY = 64
 _MAX_VOCABULARY = 2048  # the table of a model is vocabulary by vocabulary
 _MAX_TEMPERATURES = 8
 _NAMES = ("bias", "embed.weight", "output.weight")
-_SUM = re.compile(r"-?\d+(?:\s*[-+]\s*\d+)+")
-_TERM = re.compile(r"([-+]?)\s*(\d+)")
-_MAX_DIGITS = 100
 
 Floats = NDArray[np.float64]
-
-
-def solve(prompt: str) -> str:
-    """The value of the last sum or difference of integers in ``prompt``; "" without one."""
-    sums = _SUM.findall(prompt)
-    if not sums or len(sums[-1]) > _MAX_DIGITS:
-        return ""
-    terms = _TERM.findall(sums[-1])
-    return str(sum(-int(digits) if sign == "-" else int(digits) for sign, digits in terms))
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,12 +109,6 @@ class FakePolicy:
                 self._by_temperature.clear()
             self._by_temperature[temperature] = found
         return found
-
-
-def decode_text(tokens: Sequence[int]) -> str:
-    """The characters among ``tokens``."""
-    highest = CHARACTERS + 0x10FFFF
-    return "".join(chr(token - CHARACTERS) for token in tokens if END < token <= highest)
 
 
 def _read_config(folder: Path) -> _Config:

@@ -11,7 +11,7 @@ What always holds:
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+EndsIn = Callable[[Sequence[int], Sequence[str]], bool]
+"""Whether one of some texts has just come up in what tokens decode to."""
+
+
 @dataclass(slots=True)
 class Row:
     """One sibling of a request while it is generated."""
@@ -34,6 +38,7 @@ class Row:
     request: GenerationRequest
     sibling: int
     stop_tokens: frozenset[int]
+    ends_in: EndsIn
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -51,7 +56,8 @@ class Row:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if token in self.stop_tokens:
+        stop = self.request.sampling.stop
+        if token in self.stop_tokens or (stop and self.ends_in(self.tokens, stop)):
             self.finish_reason = "stop"
         elif len(self.tokens) == self.request.sampling.max_new_tokens:
             self.finish_reason = "length"

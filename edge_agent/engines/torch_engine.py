@@ -28,7 +28,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
-from edge_agent.engine import Completion, EngineStats, GenerationRequest, Positions
+from edge_agent.engine import (
+    Chat,
+    Completion,
+    EngineStats,
+    GenerationRequest,
+    Positions,
+    Tools,
+)
 from edge_agent.engines.torch_decoding import Row, Wave
 from edge_agent.engines.torch_policy import HostedPolicy, StagedWrite
 from transport.errors import EngineError, GenerationFailed, WeightApplyFailed
@@ -137,11 +144,19 @@ class TorchEngine:
 
     def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
         """See ``Engine.encode``; raises GenerationFailed when the policy is not loaded."""
-        return self._hosted(policy).encode(prompt)
+        return self._hosted(policy).tokenizer.encode(prompt)
+
+    def encode_chat(self, policy: str, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
+        """See ``Engine.encode_chat``."""
+        return self._hosted(policy).tokenizer.encode_chat(messages, tools)
+
+    def encode_next(self, policy: str, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
+        """See ``Engine.encode_next``."""
+        return self._hosted(policy).tokenizer.encode_next(answer, messages)
 
     def decode(self, policy: str, tokens: Sequence[int]) -> str:
         """See ``Engine.decode``; raises GenerationFailed when the policy is not loaded."""
-        return self._hosted(policy).decode(tokens)
+        return self._hosted(policy).tokenizer.decode(tokens)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See ``Engine.generate``."""
@@ -150,8 +165,7 @@ class TorchEngine:
         policy = self._hosted(request.policy)
         policy.check(request)
         loop = asyncio.get_running_loop()
-        stop = policy.stop_tokens(request)
-        rows = [Row(request, sibling, stop) for sibling in range(request.n)]
+        rows = [policy.row(request, sibling) for sibling in range(request.n)]
         job = _Job(policy, rows, loop, loop.create_future(), len(rows))
         self._inbox.put(job)
         try:

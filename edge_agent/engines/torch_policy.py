@@ -15,12 +15,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_agent.engine import GenerationRequest, Positions, inside
-from edge_agent.engines.torch_decoding import Forward, end_tokens
+from edge_agent.engine import GenerationRequest, Positions, inside, stop_fault
+from edge_agent.engines.chat_tokenizer import ChatTokenizer
+from edge_agent.engines.torch_decoding import Forward, Row, end_tokens
 from transport.errors import GenerationFailed, IntegrityError, ModelError, WeightApplyFailed
 from transport.runtime.model_folder import (
     ComputeType,
@@ -76,35 +77,23 @@ class HostedPolicy:
         self.name = name
         self._in_place = in_place
         self._vocabulary = vocabulary_of(loaded.model)
-        self._tokenizer: Any = load_tokenizer(folder, vocabulary=self._vocabulary)
+        tokenizer = load_tokenizer(folder, vocabulary=self._vocabulary)
+        self.tokenizer = ChatTokenizer(name, tokenizer)
         try:
             self.forward = Forward(loaded.model)
         except ModelError as error:
             raise ModelError(f"{folder}: {error}") from error
-        self._stop_tokens = end_tokens(loaded.model, self._tokenizer)
+        self._stop_tokens = end_tokens(loaded.model, tokenizer)
         self._context_tokens = getattr(loaded.model.config, "max_position_embeddings", math.inf)
         self._weights: ModelWeights = loaded.weights
         for parameter in self._weights.parameters.values():
             parameter.data = parameter.data.contiguous()  # cells are written through flat views
         self.version = version
 
-    def encode(self, prompt: str) -> tuple[int, ...]:
-        """Through the chat template as one user message, or as it is where there is none."""
-        if self._tokenizer.chat_template is None:
-            return tuple(self._tokenizer.encode(prompt))
-        text = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text
-
-    def stop_tokens(self, request: GenerationRequest) -> frozenset[int]:
-        """What ends a sequence of this request."""
-        return self._stop_tokens | frozenset(request.sampling.stop_token_ids)
+    def row(self, request: GenerationRequest, sibling: int) -> Row:
+        """One sibling of a request, with what ends it."""
+        stop = self._stop_tokens | frozenset(request.sampling.stop_token_ids)
+        return Row(request, sibling, stop, self.tokenizer.ends_in)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises GenerationFailed for what would fail, or spoil others in the batch, later."""
@@ -126,6 +115,7 @@ class HostedPolicy:
             )
         elif not all(0 <= token < self._vocabulary for token in request.prompt_tokens):
             problem = f"a prompt token is outside the vocabulary of {self._vocabulary}"
+        problem = problem or stop_fault(sampling)
         if problem:
             raise GenerationFailed(f"{request.request_id}: {problem}")
 

@@ -25,6 +25,7 @@ from scheduler.core import candidates
 from scheduler.core.context import Context
 from scheduler.core.placement import Absorber, JobView, excess_lag, expected_s
 from scheduler.core.state import Job, Run
+from scheduler.core.work import work_of
 
 KEEP_S = 0.5
 RESULTS_SHARE = 8
@@ -42,7 +43,7 @@ def absorbers(ctx: Context, run: Run, job: Job, view: JobView) -> tuple[Absorber
 
 
 def _work_out(ctx: Context, run: Run, job: Job, view: JobView) -> tuple[Absorber, ...]:
-    names = ctx.ready.names
+    names, work = ctx.ready.names, work_of(ctx, job)
     most = ctx.settings.shortlist
     start, seen = 0, len(names)
     if seen > most:
@@ -53,7 +54,7 @@ def _work_out(ctx: Context, run: Run, job: Job, view: JobView) -> tuple[Absorber
     for offset in range(start, start + seen):
         name = names[offset % len(names)]
         agent, known = ctx.tables.agents[name], ctx.agents[name]
-        if not candidates.fits(ctx, run, agent, known):
+        if not candidates.fits(ctx, run, agent, known, work):
             continue
         candidate = candidates.candidate_of(ctx, view, agent, known, {}, at_once=True)
         if candidate is None:

@@ -16,12 +16,22 @@ it had room first, and every group would serve one of them. So a policy with roo
 one of about its own pace, but never longer than two of its usual steps: a slower, stuck or dead
 trainer costs the others nothing but its own copies.
 
+A run of ``mode`` sync has one barrier per step instead: its policies wait for the slowest one, and
+
+    room = B - w - r        for policies at the least completed step, 0 for those ahead of it
+
+so that nothing is made while a trainer works and every group begins at the head (``views.pins``).
+
+A policy that is trained on groups again needs fewer new ones: with a share of R = floor(ratio B)
+groups per batch from the pool, of which u are there now, B (L + 1) becomes (B - R) (L + 1) + R - u.
+
 Example: L = 1, B = 4, S = 10, step 9 running (s = 8, r = 4): min(8, 8) - w - 4 leaves room for the
 4 groups of step 10 and no more.
 
 What always holds: ``room`` counts a running batch, because its version is not out yet.
 """
 
+from scheduler.core import replay_pool
 from scheduler.core.accounting import waiting
 from scheduler.core.context import Context
 from scheduler.core.state import Policy, Run
@@ -45,8 +55,39 @@ def running_groups(ctx: Context, policy: Policy) -> int:
 def room(ctx: Context, policy: Policy) -> int:
     """Groups that may be submitted for a policy now; never negative."""
     spec = spec_of(ctx, policy)
-    bound = min(spec.max_policy_lag + 1, spec.steps - policy.step) * spec.batch_groups
-    return max(0, bound - waiting(ctx, policy.id) - running_groups(ctx, policy))
+    if ctx.run_of(policy).spec.mode == "sync":
+        return _room_before_barrier(ctx, policy, spec)
+    return max(0, bound(ctx, policy) - waiting(ctx, policy.id) - running_groups(ctx, policy))
+
+
+def bound(ctx: Context, policy: Policy) -> int:
+    """Groups that may be under way for a policy."""
+    spec = spec_of(ctx, policy)
+    steps = min(spec.max_policy_lag + 1, spec.steps - policy.step)
+    if steps <= 0:
+        return 0
+    # What the pool cannot give to the next batch has to be made.
+    return (steps - 1) * new_groups(spec) + _next_batch(ctx, policy, spec)
+
+
+def new_groups(spec: PolicySpec) -> int:
+    """Groups per batch that are trained on for the first time, once there are enough others."""
+    return spec.batch_groups - replay_pool.share(spec.data.replay, spec.batch_groups)
+
+
+def _next_batch(ctx: Context, policy: Policy, spec: PolicySpec) -> int:
+    """New groups that the next batch needs."""
+    again = replay_pool.share(spec.data.replay, spec.batch_groups)
+    return spec.batch_groups - (min(again, replay_pool.usable(ctx, policy)) if again else 0)
+
+
+def _room_before_barrier(ctx: Context, policy: Policy, spec: PolicySpec) -> int:
+    others = trained_policies(ctx, ctx.run_of(policy))
+    behind = min(other.step for other in others if wants_groups(ctx, other) or other is policy)
+    if policy.step > behind or policy.step >= spec.steps:
+        return 0
+    wanted = _next_batch(ctx, policy, spec)
+    return max(0, wanted - waiting(ctx, policy.id) - running_groups(ctx, policy))
 
 
 def trained_policies(ctx: Context, run: Run) -> tuple[Policy, ...]:
@@ -65,7 +106,8 @@ def admissible(ctx: Context, run: Run) -> int:
     wanting = [policy for policy in trained_policies(ctx, run) if wants_groups(ctx, policy)]
     rooms = [room(ctx, policy) for policy in wanting]
     wanted = max(rooms, default=0)
-    if len(wanting) > 1 and wanted > 0 and min(rooms) == 0:
+    drift = run.spec.mode == "async" and len(wanting) > 1
+    if drift and wanted > 0 and min(rooms) == 0:
         full = [policy for policy, left in zip(wanting, rooms, strict=True) if left == 0]
         hungry = [policy for policy, left in zip(wanting, rooms, strict=True) if left > 0]
         if any(_is_soon(ctx, policy, hungry) for policy in full):

@@ -72,9 +72,9 @@ def lose_all(ctx: Context, leases: Iterable[Lease], reason: str) -> None:
 
 def remind_to_drain(ctx: Context, agent: Agent, live: AgentLive) -> None:
     """Say an order to drain (again): it may not have arrived, and the agent shows no sign of it."""
-    if live.drain is not None and live.state in CONNECTED:
+    if agent.drain is not None and live.state in CONNECTED:
         set_state(ctx, agent, live, "draining")
-        ctx.send(agent.name, live.drain)
+        ctx.send(agent.name, agent.drain)
 
 
 def block(ctx: Context, live: AgentLive, delay_s: float) -> None:

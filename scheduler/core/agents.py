@@ -104,7 +104,6 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
         live.declines = live.failures = 0
         live.blocked_until_s = 0.0
         live.tokens_generated = live.bytes_up = live.bytes_down = 0
-        live.drain = None
     ctx.note(name, "hello", incarnation=message.incarnation, slots=agent.slots)
     agent_states.set_state(ctx, agent, live, "joining")
     ctx.timers.cancel("forget", name)
@@ -231,6 +230,7 @@ def _introduce(ctx: Context, name: str, incarnation: int, inventory: AgentInvent
         agent.groups_done, agent.attempts_failed = before.groups_done, before.attempts_failed
         agent.cordoned, agent.quarantined = before.cordoned, before.quarantined
         agent.evidence = before.evidence
+        agent.drain = before.drain if before.incarnation == incarnation else None
     ctx.tables.add(agent)
     return agent
 
@@ -304,9 +304,11 @@ def _heartbeat(ctx: Context, agent: Agent, live: AgentLive, message: Heartbeat) 
     live.clock_offset_s = message.clock_offset_s
     _take_versions(ctx, agent, message.versions)
     if message.draining:
-        live.drain = None
+        if agent.drain is not None:
+            agent.drain = None
+            ctx.tables.touch(agent)
         agent_states.set_state(ctx, agent, live, "draining")
-    elif live.drain is not None:
+    elif agent.drain is not None:
         agent_states.remind_to_drain(ctx, agent, live)
     elif live.state in ("suspect", "draining"):
         agent_states.set_state(ctx, agent, live, "joining")

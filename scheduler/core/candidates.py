@@ -23,6 +23,7 @@ from scheduler.core.placement import (
 )
 from scheduler.core.state import Agent, Job, Run
 from scheduler.core.views import pins, view_of
+from scheduler.core.work import Work, work_of
 from transport.messages import ScoredCandidate
 
 SEARCH_FACTOR = 4
@@ -50,7 +51,7 @@ def shortlist(
     if seen > most:
         most = max(1, most // DRAWN_SHARE)
         start, seen = ctx.rng.randrange(seen), min(seen, SEARCH_FACTOR * most)
-    pinned = pins(ctx, job)
+    pinned, work = pins(ctx, job), work_of(ctx, job)
     asks_more = bool(pinned) or (job.external is not None and bool(job.external.require))
     found: list[Candidate] = []
     avoided: list[Candidate] = []
@@ -62,7 +63,9 @@ def shortlist(
         agent, live = known[name], lives[name]
         if not prefetch.has_room(ctx, agent, live, job.sequences):
             continue
-        if not fits(ctx, run, agent, live) or (asks_more and _unsuited(ctx, job, agent, live)):
+        if not fits(ctx, run, agent, live, work) or (
+            asks_more and _unsuited(ctx, job, agent, live)
+        ):
             continue
         candidate = candidate_of(ctx, view, agent, live, pinned)
         if candidate is None:
@@ -73,11 +76,14 @@ def shortlist(
     return found or avoided
 
 
-def fits(ctx: Context, run: Run, agent: Agent, live: AgentLive) -> bool:
-    """Whether an agent can do the work of a run at all."""
-    why = live.fits.get(run.name)
+def fits(ctx: Context, run: Run, agent: Agent, live: AgentLive, work: Work) -> bool:
+    """Whether an agent can do a work of a run at all."""
+    known = live.fits.get(run.name)
+    if known is None:
+        known = live.fits[run.name] = {}
+    why = known.get(work.name)
     if why is None:
-        why = live.fits[run.name] = _misfit(ctx, run, agent)
+        why = known[work.name] = _misfit(ctx, run, agent, work)
     return not why
 
 
@@ -142,7 +148,7 @@ def obstacle(ctx: Context, run: Run, job: Job, name: str) -> str:
         return "cordoned"
     if live.blocked_until_s > ctx.now:
         return f"blocked for {live.blocked_until_s - ctx.now:.1f} s"
-    misfit = _misfit(ctx, run, agent) or _unsuited(ctx, job, agent, live)
+    misfit = _misfit(ctx, run, agent, work_of(ctx, job)) or _unsuited(ctx, job, agent, live)
     if misfit:
         return misfit
     if not prefetch.has_room(ctx, agent, live, job.sequences):
@@ -199,20 +205,21 @@ def _verdict(
     return "possible"
 
 
-def _misfit(ctx: Context, run: Run, agent: Agent) -> str:
-    """Why an agent cannot do the work of a run at all, or nothing."""
+def _misfit(ctx: Context, run: Run, agent: Agent, work: Work) -> str:
+    """Why an agent cannot do a work of a run at all, or nothing."""
     live = ctx.runs[run.name]
     label = unmet(run.spec.require, agent)
     if label:
         return f"label {label}"
-    workflow = run.spec.workflow.reference
+    workflow = work.workflow.reference
     code = agent.workflows.get(workflow)
     if code is None:
         return f"no workflow {workflow}"
-    if live.fingerprint and code != live.fingerprint:
+    if code != live.codes.get(workflow, code):
         return f"other code of workflow {workflow}"
-    if live.reward.name not in agent.rewards:
-        return f"no reward {live.reward.name}"
+    reward = work.missing_reward(agent.rewards)
+    if reward:
+        return f"no reward {reward}"
     for id in live.policies.values():
         ref = agent.versions.get(id)
         if ref is None:

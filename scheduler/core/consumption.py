@@ -1,8 +1,10 @@
-"""Batches, steps and checkpoints: how groups are used up, once per lineage.
+"""Batches, steps and checkpoints: how groups are used up, once per lineage for the first time.
 
     buffered -> taken by step s -> trained (checkpoint >= s durable) -> body released
                      |    \\-> rejected (the trainer can not use it; the step is granted again)
                      \\-> buffered (the trainer came back from a checkpoint < s): abandoned + 1
+
+A part of a batch may be groups that the policy was trained on before (``replay_pool``).
 
 What always holds: a batch is granted whole and only with groups whose lag at the head is within
 the bound; asking for a step again gives the same groups; the head only moves along the trainer's
@@ -10,13 +12,10 @@ own account (step reports, requests, its checkpoint when it comes back); what th
 before its last rollback is ignored (``Policy.floor``).
 """
 
-import msgspec
-
-from scheduler.core import jobs, quarantine
+from scheduler.core import jobs, quarantine, replay_pool, steps
 from scheduler.core.accounting import account, move
 from scheduler.core.admission import spec_of
 from scheduler.core.context import Context, PolicyLive
-from scheduler.core.effects import RecordStep
 from scheduler.core.state import (
     WAITING_STATES,
     Job,
@@ -34,12 +33,10 @@ from transport.messages import (
     StepReport,
     TrainerInventory,
 )
-from transport.status import CopyState, StepStatus
+from transport.status import CopyState
 
 UNPLACED_S = 60.0
 """How long a group may wait for its version to be announced."""
-MAX_UNRECORDED = 2
-"""Steps that may wait for their version's size before they are recorded without it."""
 
 
 def advance(ctx: Context, policy: Policy) -> None:
@@ -49,7 +46,8 @@ def advance(ctx: Context, policy: Policy) -> None:
     request = policy.request
     if request is None or policy.final or ctx.run_of(policy).state != "running":
         return
-    missing = request.groups - len(live.taken.get(request.step, ()))
+    again = replay_pool.available(ctx, policy, request.step, request.groups)
+    missing = request.groups - again - _batched(live, request.step)
     if len(live.buffer) < missing:
         # A run at the end of its budget stops when no batch can become complete any more.
         ctx.due_runs[policy.run] = None
@@ -66,8 +64,9 @@ def advance(ctx: Context, policy: Policy) -> None:
             continue
         copy.step, copy.lag = request.step, lag
         move(ctx, job, policy.id, "taken")
-    if len(live.taken.get(request.step, ())) < request.groups:
+    if _batched(live, request.step) + again < request.groups:
         return
+    replay_pool.take(ctx, policy, request.step, again)
     policy.request = None
     if live.granted_s:
         live.interval_s.observe(ctx.now - live.granted_s)
@@ -76,14 +75,20 @@ def advance(ctx: Context, policy: Policy) -> None:
     _grant(ctx, policy, live, request.step)
 
 
+def _batched(live: PolicyLive, step: int) -> int:
+    """Groups that the batch of a step has so far."""
+    return len(live.taken.get(step, ())) + len(live.pool.taken.get(step, ()))
+
+
 def place(ctx: Context, policy: Policy, job: Job) -> None:
     """Give a buffered group its deadline, or end its copy when it is too old already."""
     live = ctx.policies[policy.id]
-    oldest = job.copies[policy.id].oldest
+    copy = job.copies[policy.id]
+    oldest = copy.oldest
     deadline = live.buffer.deadline_of(job.id)
     if deadline is not None:
         live.unplaced.pop(job.id, None)
-        live.buffer.add(job.id, job.index, deadline)
+        live.buffer.add(job.id, job.index, deadline, copy.arrived_s)
         return
     live.unplaced.setdefault(job.id, ctx.now)
     if live.tree.path_lag(oldest) is not None or not live.tree.may_be_placed(oldest):
@@ -98,6 +103,7 @@ def replace_all(ctx: Context, policy: Policy) -> None:
     for id in tuple(live.unplaced):
         place(ctx, policy, ctx.tables.jobs[id])
     _stop_overtaken(ctx, policy, live)
+    replay_pool.look(ctx, policy)
     ctx.due_policies[policy.id] = None
 
 
@@ -150,14 +156,15 @@ def request(ctx: Context, policy: Policy, message: BatchRequest) -> None:
 def unusable(ctx: Context, policy: Policy, message: GroupUnusable, code: str) -> None:
     """A granted group cannot be trained on: grant the step again without it."""
     live = ctx.policies[policy.id]
+    groups = _batched(live, message.step)
     job = ctx.tables.jobs.get(message.job)
-    if job is None or message.job not in live.taken.get(message.step, {}):
+    if job is not None and message.job in live.taken.get(message.step, {}):
+        if job.result is not None:
+            quarantine.body_refused(ctx, job.result.agent, job.result.attempt, code)
+        jobs.close_copy(ctx, job, policy.id, "rejected", code)
+    elif not replay_pool.refuse(ctx, policy, message.step, message.job, code):
         ctx.count("trainers.stale_refusal")
         return
-    groups = len(live.taken[message.step])
-    if job.result is not None:
-        quarantine.body_refused(ctx, job.result.agent, job.result.attempt, code)
-    jobs.close_copy(ctx, job, policy.id, "rejected", code)
     if message.step == policy.step + 1 and policy.request is None:
         policy.request = StandingRequest(message.step, groups)
         ctx.tables.touch(policy)
@@ -173,14 +180,14 @@ def step_done(ctx: Context, policy: Policy, message: StepReport) -> None:
     if message.step > policy.step + 1 or message.version <= newest:
         ctx.count("trainers.stale_report")
         return
-    status = _step_status(ctx, policy, message)
+    status = steps.status_of(ctx, policy, message)
     if news:
         move_head(ctx, policy, message.step, message.version)
     policy.reported = message.step
     ctx.policies[policy.id].busy_s.observe(max(0.0, message.busy_s))
     policy.last_step = status
     policy.unrecorded.append(PendingStep(status, message.metrics))
-    record_steps(ctx, policy)
+    steps.record_steps(ctx, policy)
     ctx.tables.touch(policy)
 
 
@@ -204,17 +211,20 @@ def checkpoint(ctx: Context, policy: Policy, message: CheckpointReport) -> None:
         ctx.tables.touch(policy)
         ctx.note(policy.id, "final", step=message.step, version=message.version)
         drop_waiting(ctx, policy, "cancelled", "policy_done")
+        replay_pool.clear(ctx, policy)
         ctx.due_runs[policy.run] = None
 
 
 def reach_checkpoint(ctx: Context, policy: Policy, step: int, version: int) -> None:
     """Groups taken up to ``step`` are trained for good; old versions are forgotten."""
     live = ctx.policies[policy.id]
+    replay_pool.steps_done(ctx, policy, step)
     for at in sorted(live.taken):
         if at <= step:
             for id in tuple(live.taken[at]):
                 jobs.close_copy(ctx, ctx.tables.jobs[id], policy.id, "trained", "")
     policy.checkpoint_step, policy.checkpoint_version = step, version
+    replay_pool.checkpointed(ctx, policy, step)
     ctx.tables.touch(policy)
     ctx.note(policy.id, "checkpoint", step=step, version=version)
     keep = frozenset([version, *_open_pins(ctx, policy.id)])
@@ -230,12 +240,13 @@ def roll_back(ctx: Context, policy: Policy, inventory: TrainerInventory) -> None
     free again."""
     live = ctx.policies[policy.id]
     step, version = inventory.checkpoint_step, inventory.checkpoint_version
-    record_steps(ctx, policy, everything=True)
+    steps.record_steps(ctx, policy, everything=True)
     returned = [id for at in sorted(live.taken) if at > step for id in live.taken[at]]
     policy.floor = max(policy.highest, live.tree.highest, policy.head)
     policy.highest = policy.floor
     policy.request = None
     reach_checkpoint(ctx, policy, step, version)
+    replay_pool.roll_back(ctx, policy, step)
     _set_head(ctx, policy, step, version, parent=None)
     policy.reported = step
     books = account(ctx, policy.id, "train")
@@ -266,32 +277,13 @@ def drop_waiting(ctx: Context, policy: Policy, state: CopyState, reason: str) ->
             jobs.close_copy(ctx, job, policy.id, state, reason)
 
 
-def record_steps(ctx: Context, policy: Policy, *, everything: bool = False) -> None:
-    """Record steps in order, each once the size of its version is known (or at the latest when
-    ``MAX_UNRECORDED`` more have come)."""
-    tree = ctx.policies[policy.id].tree
-    while policy.unrecorded:
-        pending = policy.unrecorded[0]
-        node = tree.nodes.get(pending.status.version)
-        known = node is not None and node.stored
-        if not (known or everything or len(policy.unrecorded) > MAX_UNRECORDED):
-            return
-        if node is not None and known:
-            pending.status = _with_size(pending.status, node)
-        del policy.unrecorded[0]
-        last = policy.last_step
-        if last is not None and last.version == pending.status.version:
-            policy.last_step = pending.status
-        ctx.tables.touch(policy)
-        ctx.effects.append(RecordStep(policy.run, pending.status, pending.metrics))
-
-
 def _set_head(ctx: Context, policy: Policy, step: int, version: int, *, parent: int | None) -> None:
     live = ctx.policies[policy.id]
     if version not in live.tree.nodes:
         node = Version(policy=policy.id, version=version, parent=parent, step=step)
         ctx.tables.add(node)
         live.tree.put(node)
+    replay_pool.steps_done(ctx, policy, step)
     policy.step, policy.head = step, version
     if policy.request is not None and policy.request.step != step + 1:
         policy.request = None
@@ -332,42 +324,20 @@ def _grant(ctx: Context, policy: Policy, live: PolicyLive, step: int) -> None:
                     policy_lag=job.copies[policy.id].lag,
                 )
             )
-    ctx.note(policy.id, "granted", step=step, groups=len(groups))
+    again = live.pool.taken.get(step, ())
+    for id in sorted(again):
+        entry = live.pool.entries[id]
+        groups.append(
+            GroupRef(
+                job=id,
+                digest=entry.digest,
+                size_bytes=entry.size_bytes,
+                policy_lag=entry.lag,
+                replay=True,
+            )
+        )
+    ctx.note(policy.id, "granted", step=step, groups=len(groups), again=len(again))
     ctx.send(policy.trainer, BatchGrant(policy=policy.id, step=step, groups=tuple(groups)))
-
-
-def _step_status(ctx: Context, policy: Policy, message: StepReport) -> StepStatus:
-    """Means over the step's batch."""
-    live = ctx.policies[policy.id]
-    rewards: list[float] = []
-    lags: list[int] = []
-    tokens = 0
-    for id in live.taken.get(message.step, ()):
-        job = ctx.tables.jobs[id]
-        if job.result is not None:
-            rewards.append(job.result.reward_mean)
-            lags.append(job.copies[policy.id].lag)
-            tokens += job.result.response_tokens
-    status = StepStatus(
-        policy=policy.id,
-        step=message.step,
-        version=message.version,
-        reward_mean=sum(rewards) / max(1, len(rewards)),
-        policy_lag_mean=sum(lags) / max(1, len(lags)),
-        policy_lag_max=max(lags, default=0),
-        response_tokens=tokens,
-        busy_s=message.busy_s,
-        waiting_s=message.waiting_s,
-        delta_bytes=None,
-        full_bytes=None,
-        at_s=ctx.now - ctx.run_of(policy).created_s,
-    )
-    node = live.tree.nodes.get(message.version)
-    return status if node is None or not node.stored else _with_size(status, node)
-
-
-def _with_size(status: StepStatus, node: Version) -> StepStatus:
-    return msgspec.structs.replace(status, delta_bytes=node.delta_bytes, full_bytes=node.full_bytes)
 
 
 def _open_pins(ctx: Context, policy: str) -> list[int]:

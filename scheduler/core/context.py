@@ -24,6 +24,8 @@ from scheduler.core.estimators import (
     HardwarePriors,
     RunEstimate,
 )
+from scheduler.core.histories import ItemHistory
+from scheduler.core.kept import ReplayPool
 from scheduler.core.placement import Absorber, make_rule
 from scheduler.core.queues import NamedPool, ReadyQueue, TokenBucket
 from scheduler.core.settings import CoreSettings
@@ -32,8 +34,10 @@ from scheduler.core.tables import Tables
 from scheduler.core.timers import Timers
 from scheduler.core.turnaround import Durations
 from scheduler.core.versions import VersionTree
+from scheduler.core.work import Work
 from transport.ids import Fence
-from transport.messages import DrainOrder, Item, Message, RewardSpec
+from transport.messages import Item, Message
+from transport.runs import EvaluationSpec
 
 if TYPE_CHECKING:
     import random
@@ -88,15 +92,15 @@ class Lease(msgspec.Struct):
 class AgentLive:
     """What this life knows of an agent. ``load`` is sequences of its counted leases,
     ``most_slots`` the most that it ever said it has, ``inherited`` the load that the rows of the
-    last life gave it (what is spooled is not in the rows), ``fits`` why it cannot do the work of a
-    run at all (empty: it can). ``counted_slots`` are those in ``Context.ready_slots``, ``drain`` an
-    order that it has not said to follow yet, ``conduct`` what may lead to its quarantine. ``frees``
-    are times and numbers of slots that become free then (None: to be worked out, see ``backlog``),
-    ``waiting`` the attempts that it accepted and has not begun, as far as known, ``prefetch`` the
-    sequences beyond its slots that keep it from idling, ``most_prefetch`` the most that ever
-    was, ``served_s`` since when it has its version of a policy, ``says_started`` once it told that
-    an attempt had started. ``back_s`` is when it
-    was last heard again after having been away, ``away`` why it was lost or gone last."""
+    last life gave it (what is spooled is not in the rows), ``fits`` why it cannot do a work of a
+    run at all (empty: it can), by run and name of the work. ``counted_slots`` are those in
+    ``Context.ready_slots``, ``conduct`` what may lead to its quarantine. ``frees`` are times and
+    numbers of slots that become free then (None: to be worked out, see ``backlog``), ``waiting``
+    the attempts that it accepted and has not begun, as far as known, ``prefetch`` the sequences
+    beyond its slots that keep it from idling, ``most_prefetch`` the most that ever was,
+    ``served_s`` since when it has its version of a policy, ``says_started`` once it told that an
+    attempt had started. ``back_s`` is when it was last heard again after having been away, ``away``
+    why it was lost or gone last."""
 
     name: str
     state: AgentState
@@ -113,11 +117,10 @@ class AgentLive:
     declines: int = 0
     failures: int = 0
     counted_slots: int = 0
-    drain: DrainOrder | None = None
     conduct: Conduct = field(default_factory=Conduct)
     clock_offset_s: float | None = None
     offered_s: float | None = None
-    fits: dict[str, str] = field(default_factory=dict)
+    fits: dict[str, dict[str, str]] = field(default_factory=dict)
     running_sequences: int = 0
     tokens_generated: int = 0
     bytes_up: int = 0
@@ -139,7 +142,7 @@ class PolicyLive:
     buffered jobs, and since when, whose oldest version has no place in the tree yet. ``arrivals``
     is how often groups come back, ``stored_s`` when the
     newest version was there to be fetched, ``flying_by_deadline`` counts attempts by the last head
-    step at which they should be usable."""
+    step at which they should be usable, ``pool`` has what may be trained on again."""
 
     tree: VersionTree
     buffer: Buffer
@@ -156,29 +159,36 @@ class PolicyLive:
     flying_by_deadline: dict[int, int] = field(default_factory=dict)
     stored_s: float = 0.0
     lengths: LengthWatch = field(default_factory=LengthWatch)
+    pool: ReplayPool = field(default_factory=ReplayPool)
 
 
 @dataclass(slots=True)
 class RunLive:
-    """Indexes of a run: the policies of its workflow by name there, those of them that are
-    trained, its training jobs, items fetched ahead (the first has index ``run.cursor``), how far
-    items were asked for, sequences in flight; jobs of submitters (``external``) and how many of
-    them are pinned to a (policy, version). ``in_flight`` is of training, ``external_in_flight`` of
-    submitters' jobs; ``flying`` are the training jobs in flight, ``families`` estimates by task
-    family, ``bucket`` the tokens that may be spent now, ``absorbers`` what agents take on
-    (``absorbing``), ``placed_s`` when a training job was placed last, ``fingerprint`` that of the
-    workflow's code on the agents that work for the run, ``turnaround`` of its training jobs from
-    creation to accepted result, ``cancel_s`` when the next of its submitters' jobs are given up."""
+    """Indexes of a run: the policies of its workflow by name there, those of them that are trained,
+    its training jobs, items fetched ahead (the first has index ``run.cursor``), which curators want
+    to skip by index (``skips``), what came of items before by item and family (the stalest first),
+    how far items were asked for, sequences in flight; jobs of submitters (``external``) and how
+    many of them are pinned to a (policy, version). ``in_flight`` is of training,
+    ``external_in_flight`` of submitters' jobs; ``flying`` are the training jobs in flight,
+    ``families`` estimates by task family, ``bucket`` the tokens that may be spent now,
+    ``absorbers`` what agents take on (``absorbing``), ``placed_s`` when a training job was placed
+    last, ``codes`` the fingerprints of its workflows' code on the agents that work for the run,
+    ``works`` what its jobs ask of agents and ``evaluations`` what it evaluates, both by name,
+    ``turnaround`` of its training jobs from creation to accepted result, ``cancel_s`` when the next
+    of its submitters' jobs are given up."""
 
     policies: dict[str, str]
     trained: tuple[Policy, ...]
-    reward: RewardSpec
+    works: dict[str, Work]
+    evaluations: dict[str, EvaluationSpec]
     estimate: RunEstimate
     jobs: dict[str, None] = field(default_factory=dict)
     external: dict[str, None] = field(default_factory=dict)
     cancel_s: float = NEVER_S
     pins: dict[tuple[str, int], int] = field(default_factory=dict)
     reserve: deque[Item] = field(default_factory=deque)
+    skips: dict[int, str] = field(default_factory=dict)
+    histories: dict[str, ItemHistory] = field(default_factory=dict)
     asked_until: int = 0
     in_flight: int = 0
     external_in_flight: int = 0
@@ -189,7 +199,7 @@ class RunLive:
     absorbers_s: float = 0.0
     absorbers_age: int = 0
     placed_s: float = 0.0
-    fingerprint: str = ""
+    codes: dict[str, str] = field(default_factory=dict)
     source_started: bool = False
     turnaround: Durations = field(default_factory=Durations)
 
@@ -237,6 +247,7 @@ class Context:
         self.trainers: dict[str, str] = {}
         self.leases: dict[str, Lease] = {}
         self.bodies: dict[str, str] = {}
+        self.held_bodies: dict[str, int] = {}
         self.books: dict[tuple[str, str], Account] = {}
         self.submitters: dict[str, SubmitterLive] = {}
         self.concluded: dict[str, str] = {}

@@ -25,10 +25,11 @@ slots, 128 more, would double the steps per hour.
 import math
 
 from scheduler.core.accounting import account
-from scheduler.core.admission import spec_of, trained_policies
+from scheduler.core.admission import new_groups, spec_of, trained_policies
 from scheduler.core.context import AgentLive, Context
 from scheduler.core.estimators import PRIOR_LINK_BYTES_S, PRIOR_RTT_S
 from scheduler.core.state import Agent, Policy, Run
+from scheduler.core.work import TRAINING
 from transport.status import DemandStatus
 
 TRAINING_BINDS = 1.05
@@ -75,7 +76,7 @@ def _of_policy(ctx: Context, run: Run, policy: Policy) -> DemandStatus:
     hardware, token_s = _best_hardware(ctx, ready)
     weights_s, group_s = _pipeline_s(ctx, policy, ready, estimate.tokens_longest * token_s)
     floor_s = max(busy_s, (weights_s + group_s) / (spec.max_policy_lag + 0.5))
-    step_s = max(floor_s, spec.batch_groups / groups_s) if groups_s > 0 else math.inf
+    step_s = max(floor_s, new_groups(spec) / groups_s) if groups_s > 0 else math.inf
     if step_s <= TRAINING_BINDS * busy_s:
         text = f"{policy.id}: generation keeps up with the trainer ({busy_s:.3g} s a step)"
         return _nothing(run, "training", text, step_s)
@@ -87,7 +88,7 @@ def _of_policy(ctx: Context, run: Run, policy: Policy) -> DemandStatus:
             " make results that are too old"
         )
         return _nothing(run, binds, text, step_s)
-    missing_s = spec.batch_groups / floor_s - groups_s
+    missing_s = new_groups(spec) / floor_s - groups_s
     slots = math.ceil(missing_s * tokens * siblings * token_s / used)
     return DemandStatus(
         run=run.name,
@@ -113,13 +114,13 @@ def _nothing(run: Run, binds: str, reason: str, step_s: float = math.inf) -> Dem
 
 
 def _ready(ctx: Context, run: Run) -> list[tuple[Agent, AgentLive]]:
-    """Ready agents that know the run's workflow and reward."""
-    reward = ctx.runs[run.name].reward.name
+    """Ready agents that know the run's workflow and rewards."""
+    work = ctx.runs[run.name].works[TRAINING]
     found: list[tuple[Agent, AgentLive]] = []
     for name, live in ctx.agents.items():
         agent = ctx.tables.agents[name]
-        able = run.spec.workflow.reference in agent.workflows and reward in agent.rewards
-        if live.state == "ready" and able:
+        able = work.workflow.reference in agent.workflows
+        if live.state == "ready" and able and not work.missing_reward(agent.rewards):
             found.append((agent, live))
     return found
 

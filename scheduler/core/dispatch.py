@@ -1,10 +1,11 @@
 """Placing queued jobs on agents.
 
-A pass gives sources turns (``fairness``): evaluations and submitters' jobs up to their part of the
-slots, training by shares, then the rest with what is left. After that the tails of batches get
-second attempts (``hedging``), and what waits on busy agents may be taken back (``recall``). A pin
-keeps an agent's weights back, so an in-between evaluation stays on the agents that hold some of it
-already, at most a tenth of the fleet.
+A pass stops what has missed its last batch (``lateness``) and gives sources turns (``fairness``):
+evaluations and submitters' jobs up to their part of the slots, training by shares, then the rest
+with what is left. After that the tails of batches get second attempts (``hedging``), and what waits
+on busy agents may be taken back (``recall``). A pin keeps an agent's weights back, so in-between
+evaluations of a run stay on the agents that hold some of them already, at most a tenth of the
+fleet.
 
 What always holds: a job goes only to a candidate (``candidates``); one pass looks at no more than
 ``shortlist`` candidates per placement, and a source ends its turns at the first time that none of
@@ -14,21 +15,21 @@ source waits for another one's job.
 
 import msgspec
 
-from scheduler.core import absorbing, attempts, hedging, partials, recall, views
+from scheduler.core import absorbing, attempts, hedging, lateness, partials, recall, views
 from scheduler.core.accounting import account
-from scheduler.core.context import CONNECTED, Context, EvaluationLive
+from scheduler.core.context import CONNECTED, Context
 from scheduler.core.costs import spend
 from scheduler.core.effects import Send
 from scheduler.core.fairness import Source, Turns, over_quota
 from scheduler.core.placement import Choice, FinishTime, soonest
 from scheduler.core.shortlists import Shortlists
 from scheduler.core.state import Job, Run
+from scheduler.core.work import TRAINING, work_of
 from transport.ids import item_seed
-from transport.messages import LeaseOffer, RewardSpec
-from transport.runs import TaskSpec
+from transport.messages import LeaseOffer
 
 HOLDER_SHARE = 10
-"""An in-between evaluation is held by at most one in so many of the ready agents."""
+"""In-between evaluations of a run are held by at most one in so many of the ready agents."""
 MAX_HEADS = 8
 """How many families' first jobs are tried before a source's turns end."""
 
@@ -36,6 +37,7 @@ MAX_HEADS = 8
 def place(ctx: Context) -> None:
     """Place whatever can be placed now."""
     ctx.dispatch_due = False
+    lateness.stop(ctx)
     if not len(ctx.open_agents):
         return
     turns, ctx.shortlists = Turns(ctx), Shortlists()
@@ -52,6 +54,7 @@ def place(ctx: Context) -> None:
 def watch(ctx: Context) -> None:
     """What only time changes, once per heartbeat: policies that starve, batches that wait for
     their last groups, code that no agent has any more."""
+    lateness.stop(ctx)
     for id, live in ctx.policies.items():
         row = account(ctx, id, "train").row if ctx.tables.policies[id].trained else None
         if row is None or row.in_flight or row.buffered:
@@ -63,20 +66,14 @@ def watch(ctx: Context) -> None:
     for name, run_live in ctx.runs.items():
         if hedging.tails(ctx, ctx.tables.runs[name]):
             ctx.dispatch_due = True
-        if run_live.fingerprint and len(ctx.queue(name)) and not run_live.in_flight:
-            _forget_code(ctx, ctx.tables.runs[name])
+        if run_live.codes and len(ctx.queue(name)) and not run_live.in_flight:
+            _forget_code(ctx, name, TRAINING)
+    for id, evaluation in ctx.evaluations.items():
+        if len(ctx.queue(id)) and not evaluation.in_flight:
+            of = ctx.tables.evaluations[id]
+            _forget_code(ctx, of.run, of.name)
     if len(ctx.backed_up):
         ctx.dispatch_due = True
-
-
-def reward_of(task: TaskSpec) -> RewardSpec:
-    match task.reward:
-        case "verifier":
-            return RewardSpec(name="reasoning-gym", dataset=task.dataset)
-        case "exact":
-            return RewardSpec(name="exact")
-        case "math-verify":
-            return RewardSpec(name="math-verify")
 
 
 def _take_turns(ctx: Context, turns: Turns, *, capped: bool) -> None:
@@ -90,7 +87,7 @@ def _place_first(ctx: Context, source: Source) -> Job | None:
     """Place the first job of a source that can be; None when none of the first ones can."""
     names = ctx.open_agents.names
     if source.kind == "between":
-        holders = _holders(ctx, ctx.evaluations[source.evaluation])
+        holders = _holders(ctx, source.run)
         if len(holders) * HOLDER_SHARE >= max(HOLDER_SHARE, ctx.ready_agents):
             names = [name for name in holders if name in ctx.open_agents]
     for id in ctx.queue(source.queue).heads(MAX_HEADS):
@@ -102,9 +99,11 @@ def _place_first(ctx: Context, source: Source) -> Job | None:
     return None
 
 
-def _holders(ctx: Context, live: EvaluationLive) -> list[str]:
-    """Agents that hold attempts of an evaluation."""
-    jobs = [ctx.tables.jobs[id] for id in live.jobs]
+def _holders(ctx: Context, run: Run) -> list[str]:
+    """Agents that hold attempts of a run's in-between evaluations."""
+    rows = [ctx.tables.evaluations[id] for id in ctx.evaluations]
+    open_ids = [row.id for row in rows if row.run == run.name and row.kind == "between"]
+    jobs = [ctx.tables.jobs[id] for row in open_ids for id in ctx.evaluations[row].jobs]
     records = [record for job in jobs for record in job.attempts if not record.stray]
     return list(dict.fromkeys(record.agent for record in records))
 
@@ -145,18 +144,16 @@ def _place(ctx: Context, run: Run, job: Job, names: list[str]) -> bool:
 
 def _offer(ctx: Context, run: Run, job: Job, choice: Choice) -> float:
     """Make an attempt and tell its agent; returns the tokens that it is expected to have."""
-    pinned = views.pins(ctx, job)
-    _use_code(ctx, run, choice.agent)
+    pinned, work = views.pins(ctx, job), work_of(ctx, job)
+    _use_code(ctx, run, work.workflow.reference, choice.agent)
     partial = partials.to_resume(ctx, run, job, choice)
     lease = attempts.start(ctx, job, choice, pinned)
     for policy, lag in choice.lags:
         attempts.expect_use(ctx, lease, policy, lag)
     resume = None if partial is None else partials.begin(ctx, lease, partial)
-    run_live, workflow, external = ctx.runs[run.name], run.spec.workflow, job.external
+    run_live, workflow, external = ctx.runs[run.name], work.workflow, job.external
     max_new_tokens, temperature = workflow.max_new_tokens, workflow.temperature
-    if job.kind == "eval":
-        temperature = 0.0
-    elif external is not None:
+    if external is not None:
         max_new_tokens = external.max_new_tokens or max_new_tokens
         temperature = temperature if external.temperature is None else external.temperature
     offer = LeaseOffer(
@@ -169,7 +166,7 @@ def _offer(ctx: Context, run: Run, job: Job, choice: Choice) -> float:
         workflow=workflow.reference,
         settings=workflow.settings,
         policies=run_live.policies,
-        reward=run_live.reward,
+        reward=work.reward(job.items),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=item_seed(run.spec.seed, job.kind, job.index),
@@ -193,24 +190,27 @@ def _hedge_tails(ctx: Context) -> None:
             ctx.count("placement.hedged")
 
 
-def _use_code(ctx: Context, run: Run, name: str) -> None:
-    """The first agent that works for a run says which code its groups come from."""
+def _use_code(ctx: Context, run: Run, workflow: str, name: str) -> None:
+    """The first agent that works for a run with a workflow says which code its groups come from."""
     live = ctx.runs[run.name]
-    if not live.fingerprint:
-        live.fingerprint = ctx.tables.agents[name].workflows[run.spec.workflow.reference]
+    if workflow not in live.codes:
+        live.codes[workflow] = ctx.tables.agents[name].workflows[workflow]
         for agent in ctx.agents.values():
             agent.fits.pop(run.name, None)
 
 
-def _forget_code(ctx: Context, run: Run) -> None:
-    """No agent has the code that the run began with (all were upgraded): go on with another."""
-    live, workflow = ctx.runs[run.name], run.spec.workflow.reference
+def _forget_code(ctx: Context, run: str, work: str) -> None:
+    """No agent has the code that a work began with (all were upgraded): go on with another."""
+    live = ctx.runs[run]
+    workflow = live.works[work].workflow.reference
+    if workflow not in live.codes:
+        return
     for name, agent in ctx.agents.items():
         code = ctx.tables.agents[name].workflows.get(workflow)
-        if agent.state in CONNECTED and code == live.fingerprint:
+        if agent.state in CONNECTED and code == live.codes[workflow]:
             return
-    live.fingerprint = ""
+    del live.codes[workflow]
     for agent in ctx.agents.values():
-        agent.fits.pop(run.name, None)
+        agent.fits.pop(run, None)
     ctx.count("placement.code_changed")
     ctx.dispatch_due = True

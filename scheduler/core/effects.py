@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from transport.messages import Message
-from transport.runs import RunSpec
+from transport.runs import HELD_OUT, RunSpec
 from transport.status import EvaluationStatus, StepStatus
 
 
@@ -41,12 +41,14 @@ class StopTaskSource(msgspec.Struct, frozen=True):
 
 class ProduceItems(msgspec.Struct, frozen=True):
     """Answer with ``ItemsProduced`` for up to ``count`` items from ``start`` on; after a shorter
-    answer the rest is asked for at once. The same request may be repeated."""
+    answer the rest is asked for at once. The same request may be repeated. Those of kind ``eval``
+    are for the run's ``evaluation`` of that name, which may have a task of its own."""
 
     run: str
     kind: Literal["train", "eval"]
     start: int
     count: int
+    evaluation: str = HELD_OUT
 
 
 class RecordStep(msgspec.Struct, frozen=True):

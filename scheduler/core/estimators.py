@@ -22,6 +22,10 @@ RECOVER_S = 600.0
 EWMA_GAIN = 0.1
 LENGTH_GAIN = 0.02
 """Lengths scatter as much as their mean: an average of about fifty groups is wanted."""
+LIKELY_DEVIATIONS = 0.6745
+"""Of a normal distribution three quarters are below its mean and so many standard deviations. More
+refuses more: of aws12-mixed with single sequences, 2 seeds, the wasted share of attempts is 0.39,
+0.32, 0.27 at 0, 0.67, 1.04 deviations, and steps per hour fall from 247 to 241 and 234."""
 MAX_SEEN = 1_000_000
 PRIOR_TOKEN_S = 1 / 50
 """Seconds per token of one sequence before anything is known of a kind of hardware."""
@@ -176,11 +180,18 @@ class AgentEstimate:
 
 
 class RunEstimate:
-    """A run's groups: tokens per sequence, tokens of the longest sibling on average and typically
-    (the geometric mean, which is the median of the log-normal lengths that answers have), body
-    size."""
+    """A run's groups: tokens per sequence, tokens of the longest sibling on average and at most in
+    three of four cases (of the log-normal lengths that answers have), body size."""
 
-    __slots__ = ("_body_bytes", "_log_longest", "_longest", "_mean", "_prior_tokens", "_siblings")
+    __slots__ = (
+        "_body_bytes",
+        "_log_longest",
+        "_log_squared",
+        "_longest",
+        "_mean",
+        "_prior_tokens",
+        "_siblings",
+    )
 
     def __init__(self, max_new_tokens: int, siblings: int) -> None:
         self._prior_tokens = max_new_tokens / 2
@@ -188,12 +199,15 @@ class RunEstimate:
         self._mean = Ewma(LENGTH_GAIN)
         self._longest = Ewma(LENGTH_GAIN)
         self._log_longest = Ewma(LENGTH_GAIN)
+        self._log_squared = Ewma(LENGTH_GAIN)
         self._body_bytes = Ewma(LENGTH_GAIN)
 
     def group_done(self, lengths: tuple[int, ...], size_bytes: int) -> None:
         self._mean.observe(sum(lengths) / len(lengths))
         self._longest.observe(float(max(lengths)))
-        self._log_longest.observe(math.log(max(1, *lengths)))
+        log = math.log(max(1, *lengths))
+        self._log_longest.observe(log)
+        self._log_squared.observe(log * log)
         self._body_bytes.observe(float(size_bytes))
 
     @property
@@ -205,10 +219,13 @@ class RunEstimate:
         return 2 * self._prior_tokens if self._longest.value is None else self._longest.value
 
     @property
-    def tokens_typical(self) -> float:
-        """Half of all groups have a longest sibling of no more."""
-        value = self._log_longest.value
-        return 2 * self._prior_tokens if value is None else math.exp(value)
+    def tokens_likely(self) -> float:
+        """Three quarters of all groups have a longest sibling of no more."""
+        log, squared = self._log_longest.value, self._log_squared.value
+        if log is None or squared is None:
+            return 2 * self._prior_tokens
+        deviation = math.sqrt(max(0.0, squared - log * log))
+        return math.exp(log + LIKELY_DEVIATIONS * deviation)
 
     @property
     def body_bytes(self) -> float:

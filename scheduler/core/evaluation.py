@@ -1,13 +1,16 @@
-"""Evaluations: greedy accuracy of pinned versions on held-out items.
+"""Evaluations: how good pinned versions are on items that are not trained on.
+
+A run has any number of them, by name, each with settings of its own and on its own clock:
 
     start    version 0 of every trained policy, from when the weight store has it
-    between  one policy's newest version every ``every_versions`` steps; one at a time, a version
-             that would be due meanwhile is skipped
+    between  one policy's newest version every ``every_versions`` steps; one at a time of each name,
+             a version that would be due meanwhile is skipped
     end      every policy's head after its last step
 
 What always holds: an evaluation never blocks training; its jobs only go to agents whose copy is
 not past the pinned version; when no agent can serve it any more and something newer is stored, it
-starts over at the newest version; at most ``MAX_OPEN_JOBS`` of its jobs exist at once.
+starts over at the newest version; at most ``MAX_OPEN_JOBS`` of its jobs exist at once, and at most
+``MAX_OPEN_BETWEEN`` in-between evaluations of a run; all items of a job have one reward.
 """
 
 from typing import Literal
@@ -17,27 +20,33 @@ from scheduler.core.accounting import submit
 from scheduler.core.admission import trained_policies
 from scheduler.core.context import Context, EvaluationLive
 from scheduler.core.effects import ProduceItems, RecordEvaluation
+from scheduler.core.pass_at import pass_at
 from scheduler.core.state import Evaluation, Job, Policy, Run
+from scheduler.core.work import Work
 from transport.ids import job_id
 from transport.messages import Item
 from transport.runs import EvaluationSpec
 from transport.status import EvaluationStatus
 
 MAX_OPEN_JOBS = 64
+MAX_OPEN_BETWEEN = 8
 ITEMS_PER_REQUEST = 256
 KEEP_BETWEEN = 32
+KEEP_BETWEEN_EACH = 4
+"""Finished in-between evaluations that are kept: of a run, and of each name at least."""
+
 MAX_JOB_BYTES = 192 * 1024
 """Text of one job's items, at four bytes per character: an offer is one control frame."""
 
 
 def advance(ctx: Context, run: Run) -> None:
     """Start what is due, make jobs, finish what is complete."""
-    spec = run.spec.evaluation
-    if spec is None or run.finishing:
+    specs = ctx.runs[run.name].evaluations
+    if not specs or run.finishing:
         return
-    _start_due(ctx, run, spec)
+    _start_due(ctx, run, specs)
     for evaluation in open_evaluations(ctx, run):
-        _fill(ctx, run, evaluation, spec)
+        _fill(ctx, run, evaluation, specs[evaluation.name])
         if evaluation.next_item >= evaluation.items and evaluation.open_jobs == 0:
             _finish(ctx, run, evaluation)
 
@@ -52,30 +61,29 @@ def open_evaluations(ctx: Context, run: Run) -> list[Evaluation]:
 
 def begin_end(ctx: Context, run: Run) -> bool:
     """Evaluate the heads after the last step; false when the run does not want that."""
-    spec = run.spec.evaluation
-    if spec is None:
+    specs = {name: spec for name, spec in ctx.runs[run.name].evaluations.items() if spec.at_end}
+    if not specs:
         return False
     pinned = {policy.id: policy.head for policy in trained_policies(ctx, run)}
     for evaluation in open_evaluations(ctx, run):
         if evaluation.kind == "between":
             abandon(ctx, evaluation, "superseded")
-    _create(ctx, run, "end", pinned, spec.items)
+    for name, spec in specs.items():
+        _create(ctx, run, name, "end", pinned, spec.items)
     return True
 
 
-def items_produced(ctx: Context, run: Run, start: int, items: tuple[Item, ...]) -> None:
-    """Held-out items arrived: every evaluation that waits for them gets its jobs."""
-    spec = run.spec.evaluation
-    if spec is None:
-        return
+def items_produced(ctx: Context, run: Run, name: str, start: int, items: tuple[Item, ...]) -> None:
+    """Items of an evaluation arrived: all of that name that wait for them get their jobs."""
+    live = ctx.runs[run.name]
     for evaluation in open_evaluations(ctx, run):
-        if evaluation.next_item != start or start >= evaluation.items:
+        if evaluation.name != name or evaluation.next_item != start or start >= evaluation.items:
             continue
         if not items:
             evaluation.items = start
             ctx.tables.touch(evaluation)
         wanted = items[: evaluation.items - start]
-        for part in _split(wanted, spec.items_per_job):
+        for part in _split(wanted, live.works[name], live.evaluations[name].items_of_job()):
             _make_job(ctx, run, evaluation, part)
         # The request is answered, be it in part: what is missing is asked for again at once.
         ctx.evaluations[evaluation.id].asked_until = evaluation.next_item
@@ -107,6 +115,7 @@ def restart_unservable(ctx: Context, run: Run) -> None:
             jobs.close(ctx, ctx.tables.jobs[job], "cancelled", "version_passed")
         _pin(ctx, evaluation, newest)
         evaluation.next_item = evaluation.scored = evaluation.correct = 0
+        evaluation.counts = []
         evaluation.restarts += 1
         ctx.evaluations[evaluation.id] = EvaluationLive()
         ctx.tables.touch(evaluation)
@@ -122,8 +131,28 @@ def abandon(ctx: Context, evaluation: Evaluation, reason: str) -> None:
     ctx.note(evaluation.id, "abandoned", reason=reason)
 
 
-def statuses(evaluation: Evaluation) -> list[EvaluationStatus]:
+def score(ctx: Context, job: Job, rewards: tuple[float, ...]) -> None:
+    """A job's result has come: ``samples`` rewards of each of its items, item by item."""
+    evaluation = ctx.tables.evaluations[job.evaluation]
+    right_from = ctx.runs[job.run].evaluations[evaluation.name].accuracy_threshold
+    samples = evaluation.samples
+    counts = evaluation.counts or [0] * (samples + 1)
+    for first in range(0, len(rewards), samples):
+        right = sum(reward >= right_from for reward in rewards[first : first + samples])
+        evaluation.scored += 1
+        evaluation.correct += right
+        counts[right] += 1
+    if samples > 1:
+        evaluation.counts = counts
+    ctx.tables.touch(evaluation)
+
+
+def statuses(ctx: Context, evaluation: Evaluation) -> list[EvaluationStatus]:
     """One status per pinned policy; they share the score."""
+    spec = ctx.tables.runs[evaluation.run].spec.all_evaluations().get(evaluation.name)
+    counts, answers = evaluation.counts, evaluation.scored * evaluation.samples
+    reported = () if spec is None or not counts else spec.reported_k()
+    chances = {str(k): pass_at(counts, k) for k in reported}
     return [
         EvaluationStatus(
             policy=policy,
@@ -131,42 +160,54 @@ def statuses(evaluation: Evaluation) -> list[EvaluationStatus]:
             step=evaluation.steps[policy],
             items=evaluation.items,
             scored=evaluation.scored,
-            accuracy=evaluation.correct / evaluation.scored if evaluation.scored else 0.0,
+            accuracy=evaluation.correct / answers if answers else 0.0,
             done=evaluation.done,
+            name=evaluation.name,
+            samples=evaluation.samples,
+            pass_at=chances,
         )
         for policy, version in evaluation.pinned.items()
     ]
 
 
-def _start_due(ctx: Context, run: Run, spec: EvaluationSpec) -> None:
+def _start_due(ctx: Context, run: Run, specs: dict[str, EvaluationSpec]) -> None:
     policies = trained_policies(ctx, run)
     if not run.start_evaluated:
         # Its jobs wait for version 0, so that they are there before the first agent is ready.
         run.start_evaluated = True
         ctx.tables.touch(run)
-        _create(ctx, run, "start", {policy.id: 0 for policy in policies}, spec.items)
-    if not spec.every_versions:
-        return
-    busy = {id for e in open_evaluations(ctx, run) for id in e.pinned}
-    for policy in policies:
-        if policy.id not in busy and not policy.final:
-            _between_due(ctx, run, policy, spec)
+        for name, spec in specs.items():
+            if spec.at_start:
+                _create(ctx, run, name, "start", {policy.id: 0 for policy in policies}, spec.items)
+    for name, spec in specs.items():
+        if not spec.every_versions:
+            continue
+        under_way = open_evaluations(ctx, run)
+        busy = {id for e in under_way if e.name == name for id in e.pinned}
+        room = MAX_OPEN_BETWEEN - sum(e.kind == "between" for e in under_way)
+        for policy in policies:
+            if room > 0 and policy.id not in busy and not policy.final:
+                room -= _between_due(ctx, run, policy, name, spec)
 
 
-def _between_due(ctx: Context, run: Run, policy: Policy, spec: EvaluationSpec) -> None:
+def _between_due(ctx: Context, run: Run, policy: Policy, name: str, spec: EvaluationSpec) -> bool:
+    """Start an in-between evaluation of a policy if it is due; whether it was."""
     tree = ctx.policies[policy.id].tree
     node = tree.nodes.get(tree.newest_stored)
-    if node is None or not run.start_evaluated or node.version <= policy.floor:
-        return
+    if node is None or node.version <= policy.floor:
+        return False
     last_step = run.spec.policies[policy.name].steps
-    if node.step >= last_step or node.step - policy.evaluated_step < spec.every_versions:
-        return
-    _create(ctx, run, "between", {policy.id: node.version}, spec.items_between)
+    since = node.step - policy.evaluated_steps.get(name, 0)
+    if node.step >= last_step or since < spec.every_versions:
+        return False
+    _create(ctx, run, name, "between", {policy.id: node.version}, spec.items_between)
+    return True
 
 
 def _create(
     ctx: Context,
     run: Run,
+    name: str,
     kind: Literal["start", "between", "end"],
     pinned: dict[str, int],
     items: int,
@@ -180,11 +221,13 @@ def _create(
         pinned={},
         steps={},
         items=items,
+        name=name,
+        samples=ctx.runs[run.name].evaluations[name].samples,
     )
     ctx.tables.add(evaluation)
     ctx.evaluations[evaluation.id] = EvaluationLive()
     _pin(ctx, evaluation, pinned)
-    ctx.note(evaluation.id, "started", kind=kind, pinned=pinned)
+    ctx.note(evaluation.id, "started", name=name, kind=kind, pinned=pinned)
     ctx.due_runs[run.name] = None
 
 
@@ -195,7 +238,8 @@ def _pin(ctx: Context, evaluation: Evaluation, pinned: dict[str, int]) -> None:
         node = ctx.policies[id].tree.nodes.get(version)
         policy = ctx.tables.policies[id]
         step = policy.step if node is None else node.step
-        evaluation.steps[id] = policy.evaluated_step = step
+        evaluation.steps[id] = step
+        policy.evaluated_steps = {**policy.evaluated_steps, evaluation.name: step}
         ctx.tables.touch(policy)
 
 
@@ -204,13 +248,14 @@ def _fill(ctx: Context, run: Run, evaluation: Evaluation, spec: EvaluationSpec) 
     live = ctx.evaluations[evaluation.id]
     if live.asked_until > evaluation.next_item or not ctx.runs[run.name].source_started:
         return
-    most = max(1, ITEMS_PER_REQUEST // spec.items_per_job)
-    room = min(most, MAX_OPEN_JOBS - evaluation.open_jobs) * spec.items_per_job
+    per_job = spec.items_of_job()
+    most = max(1, ITEMS_PER_REQUEST // per_job)
+    room = min(most, MAX_OPEN_JOBS - evaluation.open_jobs) * per_job
     count = min(room, evaluation.items - evaluation.next_item)
     if count <= 0:
         return
     live.asked_until = evaluation.next_item + count
-    ctx.effects.append(ProduceItems(run.name, "eval", evaluation.next_item, count))
+    ctx.effects.append(ProduceItems(run.name, "eval", evaluation.next_item, count, evaluation.name))
     ctx.timers.set("produce", evaluation.id, ctx.now + ctx.settings.produce_repeat_s)
 
 
@@ -220,7 +265,7 @@ def _make_job(ctx: Context, run: Run, evaluation: Evaluation, items: tuple[Item,
         run=run.name,
         kind="eval",
         index=run.eval_jobs,
-        sequences=len(items),
+        sequences=len(items) * evaluation.samples,
         items=items,
         copies={},
         evaluation=evaluation.id,
@@ -238,17 +283,20 @@ def _make_job(ctx: Context, run: Run, evaluation: Evaluation, items: tuple[Item,
     ctx.dispatch_due = True
 
 
-def _split(items: tuple[Item, ...], most: int) -> list[tuple[Item, ...]]:
-    """Jobs' worth of items: few enough, and small enough to fit an offer's frame together."""
+def _split(items: tuple[Item, ...], work: Work, most: int) -> list[tuple[Item, ...]]:
+    """Jobs' worth of items: of one part of a mixture, few enough, and small enough to fit an
+    offer's frame together."""
     parts: list[list[Item]] = []
-    size_bytes = 0
+    filling: dict[str, tuple[list[Item], int]] = {}
     for item in items:
         item_bytes = 4 * (len(item.prompt) + len(item.answer) + len(item.meta))
-        if not parts or len(parts[-1]) == most or size_bytes + item_bytes > MAX_JOB_BYTES:
-            parts.append([])
-            size_bytes = 0
-        parts[-1].append(item)
-        size_bytes += item_bytes
+        family = work.family(item)
+        part, size_bytes = filling.get(family, ([], 0))
+        if not part or len(part) == most or size_bytes + item_bytes > MAX_JOB_BYTES:
+            part, size_bytes = [], 0
+            parts.append(part)
+        part.append(item)
+        filling[family] = part, size_bytes + item_bytes
     return [tuple(part) for part in parts]
 
 
@@ -277,16 +325,25 @@ def _finish(ctx: Context, run: Run, evaluation: Evaluation) -> None:
     ctx.tables.touch(evaluation)
     _close(ctx, evaluation)
     if evaluation.kind == "end":
-        run.end_evaluated = True
+        run.end_evaluated = not any(e.kind == "end" for e in open_evaluations(ctx, run))
         ctx.tables.touch(run)
     ctx.due_runs[run.name] = None
-    ctx.note(evaluation.id, "done", scored=evaluation.scored, correct=evaluation.correct)
-    for status in statuses(evaluation):
+    ctx.note(
+        evaluation.id,
+        "done",
+        name=evaluation.name,
+        scored=evaluation.scored,
+        correct=evaluation.correct,
+    )
+    for status in statuses(ctx, evaluation):
         ctx.effects.append(RecordEvaluation(run.name, status))
     between = [
-        e for e in ctx.tables.evaluations.values() if e.run == run.name and e.kind == "between"
+        e
+        for e in ctx.tables.evaluations.values()
+        if (e.run, e.name, e.kind) == (run.name, evaluation.name, "between")
     ]
-    for old in between[: len(between) - KEEP_BETWEEN]:
+    keep = max(KEEP_BETWEEN_EACH, KEEP_BETWEEN // len(ctx.runs[run.name].evaluations))
+    for old in between[: len(between) - keep]:
         if old.done:
             ctx.tables.remove(old)
 

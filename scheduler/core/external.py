@@ -17,6 +17,7 @@ from scheduler.core import attempts, jobs, outcomes, submitters
 from scheduler.core.accounting import submit as submit_copy
 from scheduler.core.context import Context
 from scheduler.core.state import External, Job, Run
+from scheduler.core.work import TRAINING
 from transport.ids import external_job_id, policy_name
 from transport.messages import ExternalJob, Item, JobCancel, JobReceipt, JobReceipts, JobSubmit
 from transport.summaries import MAX_SEQUENCES
@@ -37,9 +38,16 @@ MAX_CHARACTERS = 256 * 2**20
 MAX_SEQUENCES_HELD = 1_000_000
 """Of one submitter's open jobs and unconfirmed results, whose lengths and rewards are kept."""
 
+SHARE_OF_FREE = 4
+"""One submitter may hold so many times as many open jobs as there is room for more (a dynamic
+threshold, Choudhury and Hahne 1998): alone it gets four fifths of ``max_queued_jobs``, and whoever
+comes later always finds room."""
+
 _FULL = {
     "quota.queued": "too many external jobs are open (scheduler.max_queued_jobs), or their texts"
     " are too long together; try again later",
+    "quota.share": "you hold most of the external jobs that may be open"
+    " (scheduler.max_queued_jobs), the rest is for other submitters; try again later",
     "quota.results": "too many open jobs and unconfirmed results"
     " (scheduler.max_results_per_submitter, or sequences of them); fetch and confirm results first",
 }
@@ -80,6 +88,9 @@ def room(ctx: Context, submitter: str, sequences: int) -> str:
     if many or ctx.external_characters >= MAX_CHARACTERS:
         return "quota.queued"
     live = submitters.submitter(ctx, submitter)
+    free = ctx.settings.max_queued_jobs - ctx.external_open
+    if len(live.open) >= SHARE_OF_FREE * free:
+        return "quota.share"
     held = len(live.open) + len(live.unconfirmed)
     many = held >= ctx.settings.max_results_per_submitter
     if many or live.sequences + sequences > MAX_SEQUENCES_HELD:
@@ -133,7 +144,7 @@ def _submit(
         text = f"run {run.name} ends: {run.reason or run.finishing}; submit to another run"
         return _refused(asked.id, "run.finished", text)
     pinned, fault = _pins(ctx, run, asked)
-    fault = fault or _fault(asked, len(encoded))
+    fault = fault or _fault(ctx, run, asked, len(encoded))
     if fault:
         return _refused(asked.id, "job.invalid", fault)
     full = room(ctx, submitter, asked.group_size * len(asked.items))
@@ -207,7 +218,10 @@ def _pins(ctx: Context, run: Run, asked: ExternalJob) -> tuple[dict[str, int], s
     return pinned, ""
 
 
-def _fault(asked: ExternalJob, size_bytes: int) -> str:
+def _fault(ctx: Context, run: Run, asked: ExternalJob, size_bytes: int) -> str:
+    work = ctx.runs[run.name].works[TRAINING]
+    if any(work.reward((item,)) != work.reward(asked.items) for item in asked.items):
+        return "items: their families have different rewards; make one job for each family"
     sequences = asked.group_size * len(asked.items)
     if sequences > MAX_SEQUENCES:
         return f"group_size: {sequences} sequences in all, at most {MAX_SEQUENCES}; split the job"

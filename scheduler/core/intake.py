@@ -1,16 +1,19 @@
 """Items into jobs: what a run's task source is asked for, and how much of it becomes work.
 
-What always holds: items are used in the order of the run's cursor, each once; a job is made only
+What always holds: items are used in the order of the run's cursor, each once, unless curators skip
+it; a job is made only
 while one of the run's policies has room; a policy without room gets a dropped copy, so that the
 books show what it missed; at most one batch of items is held in reserve, in memory only (items are
 a function of seed and index, so asking again costs nothing but time).
 """
 
+from scheduler.core import curation
 from scheduler.core.accounting import account, submit
 from scheduler.core.admission import admissible, room, trained_policies, wants_groups
 from scheduler.core.attempts import settle
 from scheduler.core.context import Context, RunLive
 from scheduler.core.effects import ProduceItems
+from scheduler.core.events import Verdict
 from scheduler.core.state import Job, Run
 from transport.ids import job_id
 from transport.messages import Item
@@ -18,9 +21,15 @@ from transport.messages import Item
 ITEMS_PER_REQUEST = 256
 
 
-def items_produced(ctx: Context, run: Run, start: int, items: tuple[Item, ...]) -> bool:
+def items_produced(
+    ctx: Context,
+    run: Run,
+    start: int,
+    items: tuple[Item, ...],
+    verdicts: tuple[Verdict, ...] = (),
+) -> bool:
     """Training items arrived; those that continue the cursor are kept. False when the source has
-    none where the cursor stands."""
+    none where the cursor stands. ``verdicts`` of curators go with the items, place by place."""
     live = ctx.runs[run.name]
     next_item = run.cursor + len(live.reserve)
     if not items:
@@ -28,6 +37,11 @@ def items_produced(ctx: Context, run: Run, start: int, items: tuple[Item, ...]) 
     fresh = items[next_item - start :] if start <= next_item else ()
     room_left = max(0, live.asked_until - next_item)
     live.reserve.extend(fresh[:room_left])
+    for item, verdict in zip(items, verdicts, strict=False):
+        for name in verdict.failed:
+            ctx.count(f"data.failed.{name}")
+        if verdict.filter and next_item <= item.index < next_item + room_left:
+            live.skips[item.index] = verdict.filter
     if fresh:
         # The request is answered, be it in part: what is missing is asked for again at once.
         live.asked_until = run.cursor + len(live.reserve)
@@ -50,7 +64,10 @@ def admit(ctx: Context, run: Run) -> None:
     live = ctx.runs[run.name]
     wanted = admissible(ctx, run)
     while wanted > 0 and live.reserve:
-        _make_job(ctx, run, live.reserve.popleft())
+        item = live.reserve.popleft()
+        if curation.skips(ctx, run, live, item):
+            continue
+        _make_job(ctx, run, item)
         wanted = admissible(ctx, run)
     if not _over_budget(run):
         _fetch_ahead(ctx, run, live, wanted)

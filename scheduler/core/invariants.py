@@ -8,6 +8,7 @@ from collections import Counter
 from scheduler.core.accounting import open_copies
 from scheduler.core.agent_states import may_work, shown
 from scheduler.core.context import Context
+from scheduler.core.invariants_data import check_data
 from scheduler.core.invariants_life import check_life
 from scheduler.core.invariants_life import require as _require
 from scheduler.core.invariants_placement import check_placement
@@ -30,6 +31,7 @@ def check(ctx: Context) -> None:
     _check_runs(ctx)
     check_life(ctx)
     check_placement(ctx)
+    check_data(ctx)
 
 
 def _check_books(ctx: Context) -> None:
@@ -159,6 +161,8 @@ def _check_bodies(ctx: Context) -> None:
         if job.partial is not None:
             _require(ctx, job.state != "done", job.id, "done, and keeps finished turns")
             digests[job.partial.digest] = job.id
+    for entry in ctx.tables.kept.values():
+        digests[entry.digest] = entry.job
     for outcome in ctx.tables.outcomes.values():
         if outcome.result.digest:
             digests[outcome.result.digest] = outcome.job
@@ -188,6 +192,8 @@ def _check_runs(ctx: Context) -> None:
         _require(ctx, evaluation.in_flight == flying, id, "sequences in flight")
         _require(ctx, not row.done, id, "done and open")
         _require(ctx, row.run in live, id, "open in a finished run")
+        _require(ctx, row.name in ctx.runs[row.run].works, id, "of no evaluation of its run")
+        _require(ctx, sum(row.counts) in (0, row.scored), id, f"scored {row.scored}, not counted")
 
 
 def _stray(ctx: Context, attempt: str) -> bool:

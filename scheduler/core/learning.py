@@ -19,9 +19,10 @@ def learn(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
     live.failures = 0
     # Another agent drew a part of what a resumed attempt brings: nothing is known of the speed.
     sample = None
+    lengths = _of_siblings(job, summary.lengths)
     if not lease.resumed:
         sample = estimate.group_done(
-            lengths=summary.lengths,
+            lengths=lengths,
             slots=agent.slots,
             generating_s=summary.generating_s,
             now=ctx.now,
@@ -37,8 +38,8 @@ def learn(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
     run.absorbers_age += 1
     attempts.learn_tokens(ctx, job, lease, float(sum(summary.lengths)))
     if job.kind == "train":
-        run.estimate.group_done(summary.lengths, summary.size_bytes)
-        _learn_family(ctx, job, summary)
+        run.estimate.group_done(lengths, summary.size_bytes)
+        _learn_family(ctx, job, lengths, summary.size_bytes)
         for policy in summary.versions:
             if policy in job.copies and policy in ctx.policies:
                 ctx.policies[policy].arrivals.observe(ctx.now)
@@ -53,7 +54,21 @@ def _links_were_away(ctx: Context, live: AgentLive, since_s: float) -> bool:
     return since_s < back_s + ctx.settings.reconnect_grace_s
 
 
-def _learn_family(ctx: Context, job: Job, summary: GroupSummary) -> None:
+def _of_siblings(job: Job, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens of each sibling, of all the sequences that a workflow returns for it: they are drawn
+    one after the other (see ``edge_agent.workflow_registry.workflow`` for their order)."""
+    if len(lengths) == job.sequences:
+        return lengths
+    siblings = job.sequences // max(1, len(job.items))
+    of_item = len(lengths) // job.sequences * siblings
+    return tuple(
+        sum(lengths[first : start + of_item : siblings])
+        for start in range(0, len(lengths), of_item)
+        for first in range(start, start + siblings)
+    )
+
+
+def _learn_family(ctx: Context, job: Job, lengths: tuple[int, ...], size_bytes: int) -> None:
     """Answers of one task family are of similar length; bounded, the stalest family goes first."""
     family = job.items[0].family if job.items else ""
     if not family:
@@ -66,4 +81,4 @@ def _learn_family(ctx: Context, job: Job, summary: GroupSummary) -> None:
     run.families[family] = known
     if len(run.families) > MAX_KINDS:
         del run.families[next(iter(run.families))]
-    known.group_done(summary.lengths, summary.size_bytes)
+    known.group_done(lengths, size_bytes)

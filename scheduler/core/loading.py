@@ -10,11 +10,14 @@ from collections.abc import Iterable
 from scheduler.core import (
     attempts,
     consumption,
+    curation,
     dead_letters,
     outcomes,
+    replay_pool,
     runs,
     submitters,
     trainers,
+    views,
 )
 from scheduler.core.context import AgentLive, Context, EvaluationLive
 from scheduler.core.state import Job, Row
@@ -34,6 +37,9 @@ def load(ctx: Context, rows: Iterable[Row]) -> None:
     outcomes.load(ctx)
     for job in tuple(ctx.tables.jobs.values()):
         _load_job(ctx, job)
+    for entry in sorted(ctx.tables.kept.values(), key=lambda kept: (kept.step, kept.index)):
+        replay_pool.load(ctx, entry)
+    curation.load(ctx)
     for live in ctx.agents.values():
         live.inherited = live.load
     if ctx.tables.releases:
@@ -95,9 +101,7 @@ def _load_job(ctx: Context, job: Job) -> None:
         ctx.runs[job.run].jobs[job.id] = None
     if job.state == "in_flight":
         attempts.count_in_flight(ctx, job, job.sequences)
-    pinned = {} if job.external is None else job.external.pinned
-    if job.evaluation:
-        pinned = ctx.tables.evaluations[job.evaluation].pinned
+    pinned = views.pins(ctx, job)
     lease_s = ctx.settings.reconnect_grace_s + ctx.settings.lease_s
     for record in job.attempts:
         lease = attempts.track(ctx, job, record, dict(pinned))

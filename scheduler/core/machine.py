@@ -17,12 +17,14 @@ What always holds (``check`` enforces it, the property test hunts it):
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler.core import (
     agents,
     consumption,
     costs,
+    curation,
     demand,
     dispatch,
     evaluation,
@@ -39,6 +41,7 @@ from scheduler.core import (
     waits,
 )
 from scheduler.core import attempts as attempts_module
+from scheduler.core.accounting import open_copies
 from scheduler.core.context import Context
 from scheduler.core.effects import Effect
 from scheduler.core.events import (
@@ -51,7 +54,9 @@ from scheduler.core.events import (
     ItemsProduced,
     TaskSourceFailed,
     Tick,
+    Verdicts,
 )
+from scheduler.core.histories import ItemHistory
 from scheduler.core.settings import TRAJECTORY_LOG, CoreSettings
 from scheduler.core.state import Change, Row
 from transport.errors import InvariantViolation
@@ -59,6 +64,7 @@ from transport.messages import (
     BodiesGone,
     Goodbye,
     Hello,
+    Item,
     Message,
     PartialStored,
     Ping,
@@ -67,12 +73,23 @@ from transport.messages import (
     VersionStored,
     Welcome,
 )
+from transport.runs import RunSpec
 from transport.status import DemandStatus, SchedulerStatus
 
 if TYPE_CHECKING:
     import random
 
 MAX_ROUNDS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group that is being made: its run, its item, and the ids of the policies that want it."""
+
+    spec: RunSpec
+    index: int
+    family: str
+    policies: tuple[str, ...]
 
 
 class SchedulerCore:
@@ -112,16 +129,16 @@ class SchedulerCore:
                 agents.revoked(ctx, name)
             case FromTrainer(trainer=name, message=message):
                 trainers.message(ctx, name, message)
-            case FromService(service=name, message=message):
-                self._service(name, message)
+            case FromService(service=name, message=message, verdicts=verdicts):
+                self._service(name, message, verdicts)
             case FromOperator():
                 requests.answer(ctx, event)
             case ItemsProduced(kind="train"):
-                runs.items_produced(ctx, event.run, event.start, event.items)
+                runs.items_produced(ctx, event.run, event.start, event.items, event.verdicts)
             case ItemsProduced():
                 run = ctx.tables.runs.get(event.run)
                 if run is not None and run.live:
-                    evaluation.items_produced(ctx, run, event.start, event.items)
+                    evaluation.items_produced(ctx, run, event.evaluation, event.start, event.items)
             case TaskSourceFailed(run=name, code=code, message=text):
                 runs.source_failed(ctx, name, code, text)
             case Tick():
@@ -150,6 +167,23 @@ class SchedulerCore:
         """How many more slots would help each running run, and why not when none would."""
         return demand.demands(self._ctx)
 
+    def open_group(self, job: str) -> OpenGroup | None:
+        """What data functions may know of a training job that has no result yet."""
+        found = self._ctx.tables.jobs.get(job)
+        if found is None or found.kind != "train" or found.state == "done" or not found.items:
+            return None
+        spec, item = self._ctx.tables.runs[found.run].spec, found.items[0]
+        return OpenGroup(spec, item.index, item.family, tuple(open_copies(found)))
+
+    def run_spec(self, run: str) -> RunSpec | None:
+        """A live run as it was submitted."""
+        return self._ctx.tables.runs[run].spec if run in self._ctx.runs else None
+
+    def histories(self, run: str, item: Item) -> tuple[ItemHistory | None, ItemHistory | None]:
+        """What came of an item of a run, and of its family, so far; not to be changed."""
+        own = curation.find(self._ctx, run, curation.item_key(item))
+        return own, curation.find(self._ctx, run, curation.family_key(item.family))
+
     def check(self) -> None:
         """All invariants, O(everything); raises ``InvariantViolation`` with the story."""
         invariants.check(self._ctx)
@@ -160,7 +194,7 @@ class SchedulerCore:
 
     # ---- services --------------------------------------------------------------
 
-    def _service(self, name: str, message: Message) -> None:
+    def _service(self, name: str, message: Message, verdicts: tuple[Verdicts, ...]) -> None:
         ctx = self._ctx
         match message:
             case Hello():
@@ -178,7 +212,7 @@ class SchedulerCore:
             case Ping(sequence=sequence, sent_s=sent_s):
                 ctx.send(name, Pong(sequence=sequence, sent_s=sent_s))
             case TrajectoriesStored():
-                results.stored(ctx, name, message)
+                results.stored(ctx, name, message, verdicts)
             case PartialStored():
                 partials.stored(ctx, message)
             case BodiesGone():

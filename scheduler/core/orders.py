@@ -4,8 +4,9 @@
     cordon      keep what is held, get nothing new       uncordon  undo it
     quarantine  get nothing new, and nothing is accepted release   undo it, forget the evidence
 
-What always holds: cordon and quarantine are in the agent's row, survive restarts and the agent's
-own, and an agent under either is never forgotten; an order that is given twice is harmless.
+What always holds: orders are in the agent's row and survive restarts of ours; cordon and quarantine
+survive the agent's own, and an agent under either is never forgotten; an order that is given twice
+is harmless.
 """
 
 from scheduler.core import agent_states, quarantine
@@ -70,6 +71,7 @@ def _drain(ctx: Context, agent: Agent, live: AgentLive, message: AgentOrder) -> 
     if live.state not in CONNECTED:
         text = f"{agent.name} is {live.state} and hears nothing; cordon it to keep work away"
         return CommandReply(ok=False, code="agent.away", message=text)
-    live.drain = DrainOrder(deadline_s=message.deadline_s, reason=message.reason or "operator")
+    agent.drain = DrainOrder(deadline_s=message.deadline_s, reason=message.reason or "operator")
+    ctx.tables.touch(agent)
     agent_states.remind_to_drain(ctx, agent, live)
     return CommandReply(ok=True)

@@ -15,7 +15,8 @@ import msgspec
 from scheduler.core import bodies
 from scheduler.core.accounting import move, open_copies
 from scheduler.core.context import Context
-from scheduler.core.state import Confirmed, External, Job, Outcome, Submitter
+from scheduler.core.state import External, Job
+from scheduler.core.state_results import Confirmed, Outcome, Submitter
 from scheduler.core.submitters import submitter
 from transport.messages import GroupSummary, JobResult, Results
 from transport.messages.jobs import ResultState

@@ -16,7 +16,8 @@ begins d steps behind the head and is back after t is used, in steps from now,
 
 unless the policy has been starved (nothing in flight or buffered) for a while: then anything is
 better than waiting for ever. While q is unknown everything in flight counts, and while I is, the
-trainer's busy time paces it: min(t / busy, (r + q t) / B). A group of typical length is meant.
+trainer's busy time paces it: min(t / busy, (r + q t) / B). A group is meant that is longer than
+three quarters of all.
 
 Example: bound 2, batches every 15 s, the next one in 9 s, a step running. A group that begins at
 the head and is back after 20 s misses one batch: 0 + 1 + 1 = 2 is taken; one that begins a step
@@ -48,10 +49,10 @@ PROBE_SHARE = 0.02
 """How often the best idle but long unused agent is tried instead of the best one."""
 PROBE_AFTER_S = 60.0
 NEAR_TIE = 0.03
+"""Lengths and rates scatter by far more than this; a percent or two of time is not worth money."""
 HOLD = 0.4
 """Part of what faster agents would take on that is kept for them (measured: 0 to 0.4 better, above
 the same, with slower agents idle)."""
-"""Lengths and rates scatter by far more than this; a percent or two of time is not worth money."""
 
 
 Absorber = tuple[float, float, float]
@@ -82,17 +83,17 @@ class PolicyView(msgspec.Struct, frozen=True):
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """What placement knows of a job. Tokens are expected per sequence, of the longest one, and
-    typically (in half of all cases) of the longest one;
-    ``kind`` names work that takes the same time per token. ``queued`` jobs wait, this one among
-    them; ``absorbers`` would take some on (see ``absorbing``), and it may be kept waiting for
-    agents that are more than ``patience_s`` faster."""
+    """What placement knows of a job. Tokens are expected per sequence and of the longest one, which
+    has at most ``tokens_likely`` in three of four cases; ``kind`` names work that takes the same
+    time per token. ``queued`` jobs wait, this one among them; ``absorbers`` would take some on (see
+    ``absorbing``), and it may be kept waiting for agents that are more than ``patience_s``
+    faster."""
 
     kind: str
     sequences: int
     tokens_mean: float
     tokens_longest: float
-    tokens_typical: float
+    tokens_likely: float
     body_bytes: float
     policies: tuple[PolicyView, ...]
     queued: int = 0
@@ -279,9 +280,10 @@ def expected_s(job: JobView, candidate: Candidate) -> float:
 
 def excess_lag(job: JobView, candidate: Candidate, finish_s: float) -> int | None:
     """Steps by which the group would be too old: 0 when fresh enough, None when refused. That is
-    asked of a group of typical length: a few very long answers must not speak for all."""
+    asked of a group that is longer than three quarters of all: where only a typical one is in time,
+    half of them are stopped. A few very long answers must not speak for all."""
     worst = 0
-    finish_s -= (job.tokens_longest - job.tokens_typical) * candidate.token_s
+    finish_s -= (job.tokens_longest - job.tokens_likely) * candidate.token_s
     for policy, lag in zip(job.policies, candidate.lags, strict=True):
         excess = lag - policy.bound + steps_ahead(policy, lag, finish_s)
         if excess > 0 and not policy.starved:

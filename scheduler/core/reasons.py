@@ -6,7 +6,7 @@ What always holds: nothing is changed; the cost is that of the few things that a
 from collections import Counter
 from typing import Final
 
-from scheduler.core import trainers
+from scheduler.core import replay_pool, trainers
 from scheduler.core.accounting import waiting
 from scheduler.core.admission import (
     admissible,
@@ -16,14 +16,17 @@ from scheduler.core.admission import (
     trained_policies,
     wants_groups,
 )
+from scheduler.core.admission import bound as groups_bound
 from scheduler.core.agent_states import may_work, shown
 from scheduler.core.context import Context, Lease
-from scheduler.core.state import Copy, Evaluation, Job, Policy, Run
+from scheduler.core.state import Agent, Copy, Evaluation, Job, Policy, Run
 from scheduler.core.status import stuck
 from scheduler.core.views import pins
 from transport.messages import ScoredCandidate
 
 _SHOWN = 8
+_CODE = 8
+"""Digits of a fingerprint that people are shown."""
 
 
 def times(count: int) -> str:
@@ -90,7 +93,7 @@ def of_policy(ctx: Context, policy: Policy) -> tuple[str, list[str]]:
     state = trainers.state(ctx, policy)
     found = [f"step {policy.step} of {spec.steps}, head {policy.head}"]
     under_way = waiting(ctx, policy.id) + running_groups(ctx, policy)
-    bound = min(spec.max_policy_lag + 1, spec.steps - policy.step) * spec.batch_groups
+    bound = groups_bound(ctx, policy)
     left = room(ctx, policy)
     if left:
         found.append(f"quota: {under_way} of {bound} groups under way, room for {left}")
@@ -98,11 +101,14 @@ def of_policy(ctx: Context, policy: Policy) -> tuple[str, list[str]]:
         found.append(f"waits for quota: {under_way} of {bound} groups are under way")
     request = policy.request
     if request is not None:
-        have = len(live.taken.get(request.step, ())) + len(live.buffer)
+        again = replay_pool.available(ctx, policy, request.step, request.groups)
+        have = len(live.taken.get(request.step, ())) + len(live.buffer) + again
         found.append(
             f"its trainer waits for the batch of step {request.step}:"
             f" {have} of {request.groups} groups are there"
         )
+    if live.pool.entries:
+        found.append(f"{len(live.pool.entries)} groups are kept to be trained on again")
     if live.unplaced:
         found.append(f"{len(live.unplaced)} groups wait for their version to be announced")
     if live.gone:
@@ -145,6 +151,8 @@ def of_run(ctx: Context, run: Run) -> list[str]:
         full = [policy.id for policy in wanting if not room(ctx, policy)]
         if full:
             found.append(f"no new groups: {', '.join(full)} waits for quota")
+    if run.skipped:
+        found.append(f"{run.skipped} of {run.cursor} items were skipped by curators")
     if run.spec.max_groups:
         found.append(f"{run.submitted_groups} of max_groups {run.spec.max_groups} are made")
     return found
@@ -152,7 +160,8 @@ def of_run(ctx: Context, run: Run) -> list[str]:
 
 def of_evaluation(ctx: Context, evaluation: Evaluation) -> tuple[str, list[str]]:
     found = [
-        f"{evaluation.scored} of {evaluation.items} items scored, {evaluation.open_jobs} jobs open"
+        f"{evaluation.name} ({evaluation.kind}): {evaluation.scored} of {evaluation.items} items"
+        f" scored, {evaluation.open_jobs} jobs open"
     ]
     if evaluation.done:
         return "done", found
@@ -180,7 +189,7 @@ def of_agent(ctx: Context, name: str) -> tuple[str, list[str]]:
         found.append(f"quarantined: {agent.quarantined}; `farflow release {name}` trusts it again")
     if agent.cordoned:
         found.append(f"cordoned: it gets no new work; `farflow uncordon {name}` ends that")
-    if live.drain is not None:
+    if agent.drain is not None:
         found.append("was ordered to drain and has not said yet that it does")
     if live.blocked_until_s > ctx.now:
         found.append(
@@ -191,8 +200,30 @@ def of_agent(ctx: Context, name: str) -> tuple[str, list[str]]:
         found.append("it serves no version yet")
     if may_work(agent, live) and name not in ctx.open_agents and live.blocked_until_s <= ctx.now:
         found.append("it has no room")
+    found += _other_code(ctx, agent)
     found += [f"evidence: {line}" for line in agent.evidence]
     return shown(agent, live), found
+
+
+def _other_code(ctx: Context, agent: Agent) -> list[str]:
+    """Runs whose groups an agent cannot make as others do, and what to install there."""
+    found: list[str] = []
+    for name, live in ctx.runs.items():
+        codes = {ctx.tables.runs[name].spec.workflow.reference: "", **live.codes}
+        for workflow, wanted in codes.items():
+            code = agent.workflows.get(workflow)
+            if code is None:
+                found.append(
+                    f"no work of run {name}: it has no workflow {workflow}; install its module"
+                    " there and name it in agent.workflows"
+                )
+            elif wanted and code != wanted:
+                found.append(
+                    f"no work of run {name}: its code of workflow {workflow} ({code[:_CODE]}) is"
+                    f" not that of the run's groups ({wanted[:_CODE]}); install the same version"
+                    " there and restart it"
+                )
+    return found
 
 
 def _queued(ctx: Context, job: Job, scored: tuple[ScoredCandidate, ...]) -> list[str]:

@@ -21,6 +21,7 @@ _WHY = {
     "run.finished": "the run is over",
     "quota.policy": "no policy of the run has room for it; try again later",
     "quota.queued": "too many external jobs are open; try again later",
+    "quota.share": "its submitter holds most of the external jobs that may be open; try later",
     "quota.results": "the submitter has too many unconfirmed results",
     "job.open": "its submitter has submitted another job under the same id",
 }

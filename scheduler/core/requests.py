@@ -49,13 +49,14 @@ def answer(ctx: Context, event: FromOperator) -> None:
         case AgentLogsRequest() as message:
             waits.ask_log(ctx, event, message)
         case other:
-            ctx.effects.append(Reply(event.peer, event.request, _answer(ctx, event.peer, other)))
+            ctx.effects.append(Reply(event.peer, event.request, _answer(ctx, event, other)))
 
 
-def _answer(ctx: Context, peer: str, asked: Message) -> Message:
+def _answer(ctx: Context, event: FromOperator, asked: Message) -> Message:
+    peer = event.peer
     match asked:
         case RunSubmit():
-            return runs.submit_run(ctx, asked)
+            return runs.submit_run(ctx, asked, event.fault)
         case RunCommand():
             return runs.command(ctx, asked)
         case StatusRequest(agents_after=after):

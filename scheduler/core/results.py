@@ -6,13 +6,16 @@ body of any other summary is released. A summary comes from an agent, so nothing
 before it is checked.
 """
 
-from itertools import islice
+from collections.abc import Sequence
+from itertools import islice, zip_longest
 
 from scheduler.core import (
     attempts,
     bodies,
     consumption,
     costs,
+    curation,
+    evaluation,
     jobs,
     learning,
     outcomes,
@@ -21,7 +24,9 @@ from scheduler.core import (
 )
 from scheduler.core.accounting import move, open_copies
 from scheduler.core.context import Context, Lease
+from scheduler.core.events import Verdict, Verdicts
 from scheduler.core.state import Job, Result
+from scheduler.core.work import work_of
 from transport.messages import (
     BodiesGone,
     BodiesReleased,
@@ -29,17 +34,19 @@ from transport.messages import (
     SummariesAccepted,
     TrajectoriesStored,
 )
+from transport.runs import MAX_ROLLOUTS
 from transport.summaries import summary_fault
 
 RELEASE_BATCH = 1000
-ACCURATE = 1.0
-"""An evaluated item counts as right from this reward on."""
+_NOTHING_SAID = Verdict()
 
 
-def stored(ctx: Context, service: str, message: TrajectoriesStored) -> None:
-    """Durable bodies were announced."""
-    for summary in message.summaries:
-        _summary(ctx, summary)
+def stored(
+    ctx: Context, service: str, message: TrajectoriesStored, verdicts: Sequence[Verdicts] = ()
+) -> None:
+    """Durable bodies were announced; ``verdicts`` of data functions go with the summaries."""
+    for summary, said in zip_longest(message.summaries, verdicts[: len(message.summaries)]):
+        _summary(ctx, summary, said or {})
     digests = tuple(summary.digest for summary in message.summaries)
     ctx.send(service, SummariesAccepted(digests=digests))
 
@@ -74,7 +81,7 @@ def send_releases(ctx: Context, service: str, digests: list[str]) -> None:
         ctx.timers.set_earlier("release", "", at)
 
 
-def _summary(ctx: Context, summary: GroupSummary) -> None:
+def _summary(ctx: Context, summary: GroupSummary, verdicts: Verdicts) -> None:
     if ctx.bodies.get(summary.digest) == summary.job:
         return  # announced again because our answer was lost
     job = ctx.tables.jobs.get(summary.job)
@@ -96,18 +103,21 @@ def _summary(ctx: Context, summary: GroupSummary) -> None:
         jobs.attempt_failed(ctx, lease, "summary.invalid", fault)
         quarantine.failed(ctx, lease.agent, "summary.invalid", f"{summary.attempt}: {fault}")
         return
-    _accept(ctx, job, lease, summary)
+    _accept(ctx, job, lease, summary, verdicts)
 
 
 def _fault(ctx: Context, job: Job, summary: GroupSummary) -> str:
     """What is wrong with a summary of a live attempt, or nothing."""
     sequences = job.sequences
-    if len(summary.rewards) != sequences or len(summary.lengths) != sequences:
+    # A workflow may return several sequences per sibling; of an evaluation's, one is scored.
+    rollouts, rest = divmod(len(summary.rewards), sequences)
+    most = 1 if job.kind == "eval" else MAX_ROLLOUTS
+    if rest or not 1 <= rollouts <= most or len(summary.lengths) != len(summary.rewards):
         return f"{len(summary.rewards)} rewards, {len(summary.lengths)} lengths of {sequences}"
     fault = summary_fault(summary)
     if fault:
         return fault
-    workflow = ctx.tables.runs[job.run].spec.workflow
+    workflow = work_of(ctx, job).workflow
     longest = workflow.max_sequence_tokens
     if job.external is not None and job.external.max_new_tokens:
         longest = longest // workflow.max_new_tokens * job.external.max_new_tokens
@@ -122,11 +132,14 @@ def _fault(ctx: Context, job: Job, summary: GroupSummary) -> str:
     return ""
 
 
-def _accept(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None:
+def _accept(
+    ctx: Context, job: Job, lease: Lease, summary: GroupSummary, verdicts: Verdicts
+) -> None:
     quarantine.result_came(ctx.agents[lease.agent])
     agent = ctx.tables.agents[lease.agent]
     costs.uploaded(ctx, job.run, agent, summary.size_bytes, sum(summary.lengths))
     learning.learn(ctx, job, lease, summary)
+    curation.learn(ctx, job, summary)
     attempts.end(ctx, job, lease.record, "result", digest=summary.digest)
     attempts.revoke_all(ctx, job, "job_done")
     attempts.leave_queue(ctx, job)
@@ -151,27 +164,35 @@ def _accept(ctx: Context, job: Job, lease: Lease, summary: GroupSummary) -> None
         _score(ctx, job, summary)
     else:
         ctx.runs[job.run].turnaround.add(ctx.now - job.created_s)
-        _route(ctx, job, summary)
+        _route(ctx, job, summary, verdicts)
     if job.id in ctx.tables.jobs:
         jobs.drop_if_over(ctx, job)
 
 
 def _score(ctx: Context, job: Job, summary: GroupSummary) -> None:
-    evaluation = ctx.tables.evaluations[job.evaluation]
-    evaluation.scored += len(summary.rewards)
-    evaluation.correct += sum(reward >= ACCURATE for reward in summary.rewards)
-    ctx.tables.touch(evaluation)
+    evaluation.score(ctx, job, summary.rewards)
     for policy in open_copies(job):
         move(ctx, job, policy, "scored")
 
 
-def _route(ctx: Context, job: Job, summary: GroupSummary) -> None:
-    """Hand the group to every policy that produced tokens in it and still wants it."""
+def _route(ctx: Context, job: Job, summary: GroupSummary, verdicts: Verdicts) -> None:
+    """Hand the group to every policy that produced tokens in it and still wants it, unless one of
+    its filters objects."""
     for policy in open_copies(job):
         span = summary.versions.get(policy)
         if span is None:
             move(ctx, job, policy, "dropped", "not_routed")
             continue
-        job.copies[policy].oldest = span[0]
+        verdict = verdicts.get(policy, _NOTHING_SAID)
+        for name in verdict.failed:
+            ctx.count(f"data.failed.{name}")
+        if verdict.filter:
+            move(ctx, job, policy, "filtered", verdict.filter)
+            continue
+        copy = job.copies[policy]
+        copy.oldest = span[0]
+        copy.score, copy.drawn = verdict.score, verdict.drawn
+        if ctx.policies[policy].buffer.fifo:
+            copy.arrived_s = ctx.now
         move(ctx, job, policy, "buffered")
         consumption.place(ctx, ctx.tables.policies[policy], job)

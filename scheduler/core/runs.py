@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 from scheduler.core import (
     agents,
-    consumption,
     costs,
-    dispatch,
+    curation,
     evaluation,
     external,
     intake,
     jobs,
+    replay_pool,
+    steps,
     trainers,
 )
 from scheduler.core.accounting import account
@@ -26,23 +27,26 @@ from scheduler.core.buffers import Buffer
 from scheduler.core.context import Context, PolicyLive, RunLive
 from scheduler.core.effects import RunEnded, StartTaskSource, StopTaskSource
 from scheduler.core.estimators import RunEstimate
+from scheduler.core.events import Verdict
 from scheduler.core.state import Policy, Run, external_queue
 from scheduler.core.versions import VersionTree
+from scheduler.core.work import works_of
 from transport.ids import NAME_RULE, is_name, policy_id
 from transport.messages import CommandReply, Item, RunCommand, RunState, RunSubmit
+from transport.run_faults import module_faults, run_faults
 from transport.runs import RunSpec
 
 ABANDONED = "abandoned"
 """The reason of a run that waits for no trainer to save and export."""
 
 
-def submit_run(ctx: Context, message: RunSubmit) -> CommandReply:
-    """Take a run; the same one again is harmless."""
+def submit_run(ctx: Context, message: RunSubmit, fault: str = "") -> CommandReply:
+    """Take a run; the same one again is harmless. ``fault`` is what the shell found wrong."""
     spec = message.run
     known = ctx.tables.runs.get(spec.name)
     if known is not None:
         return _submitted_before(known, spec)
-    fault = _fault(spec)
+    fault = fault or _fault(spec, ctx.settings.task_modules)
     if fault:
         ctx.count("refused.run.invalid")
         return CommandReply(ok=False, code="run.invalid", message=fault)
@@ -70,13 +74,16 @@ def index_run(ctx: Context, run: Run) -> None:
     ctx.runs[run.name] = RunLive(
         policies=ids,
         trained=tuple(policy for policy in used if policy.trained),
-        reward=dispatch.reward_of(run.spec.task),
+        works=works_of(run.spec),
+        evaluations=run.spec.all_evaluations(),
         estimate=RunEstimate(workflow.max_new_tokens, workflow.group_size),
     )
     for name in run.spec.policies:
         policy = ctx.tables.policies[policy_id(run.name, name)]
         tree = VersionTree()
-        live = PolicyLive(tree, Buffer(_deadline_of(ctx, policy, tree)), ctx.now)
+        fifo = run.spec.policies[name].data.order == "fifo"
+        buffer = Buffer(_deadline_of(ctx, policy, tree), fifo=fifo)
+        live = PolicyLive(tree, buffer, ctx.now)
         ctx.policies[policy.id] = live
         if policy.last_step is not None:
             live.busy_s.observe(max(0.0, policy.last_step.busy_s))
@@ -133,10 +140,18 @@ def command(ctx: Context, message: RunCommand) -> CommandReply:
     return CommandReply(ok=True, message=text)
 
 
-def items_produced(ctx: Context, name: str, start: int, items: tuple[Item, ...]) -> None:
+def items_produced(
+    ctx: Context,
+    name: str,
+    start: int,
+    items: tuple[Item, ...],
+    verdicts: tuple[Verdict, ...] = (),
+) -> None:
     """Training items arrived."""
     run = ctx.tables.runs.get(name)
-    if run is not None and run.live and not intake.items_produced(ctx, run, start, items):
+    if run is None or not run.live:
+        return
+    if not intake.items_produced(ctx, run, start, items, verdicts):
         end(ctx, run, f"failed: the task source has no training item {start}")
 
 
@@ -200,7 +215,7 @@ def _submitted_before(known: Run, spec: RunSpec) -> CommandReply:
     return CommandReply(ok=True, message="already submitted")
 
 
-def _fault(spec: RunSpec) -> str:
+def _fault(spec: RunSpec, task_modules: tuple[str, ...]) -> str:
     """What is wrong with a run, with the key to change, or nothing."""
     if not is_name(spec.name):
         return f"name: {spec.name!r} must be {NAME_RULE}"
@@ -216,9 +231,7 @@ def _fault(spec: RunSpec) -> str:
         return f"policies.{idle}: trained, but workflow.policies does not use it"
     if not any(spec.policies[name].trained for name in used):
         return "policies: at least one that the workflow uses must be trained"
-    if spec.task.source == "jsonl" and spec.task.reward == "verifier":
-        return "task.reward: a jsonl source has no verifier; say 'exact' or 'math-verify'"
-    return ""
+    return next(run_faults(spec), "") or next(module_faults(spec, task_modules), "")
 
 
 def _given_up(ctx: Context, policy: Policy) -> bool:
@@ -254,13 +267,15 @@ def _finish(ctx: Context, run: Run, reason: str) -> None:
     ctx.tables.touch(run)
     policies = [ctx.tables.policies[policy_id(run.name, name)] for name in run.spec.policies]
     for policy in policies:
-        consumption.record_steps(ctx, policy, everything=True)
+        steps.record_steps(ctx, policy, everything=True)
+        replay_pool.clear(ctx, policy)
     trainers.tell(ctx, run.name, RunState(run=run.name, state="finished"))
     for policy in policies:
         for node in ctx.policies.pop(policy.id).tree.nodes.values():
             if node.version != policy.head:
                 ctx.tables.remove(node)
         ctx.timers.cancel("trainer", policy.id)
+    curation.forget(ctx, run.name)
     del ctx.runs[run.name]
     ctx.queues.pop(run.name, None)
     ctx.queues.pop(external_queue(run.name), None)

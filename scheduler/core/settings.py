@@ -24,6 +24,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     again when their jobs are submitted once more. An attempt that its agent has held for
     ``attempt_max_s`` counts as lost, however often it is renewed. With ``prompts_on_disk`` the
     items of submitters' jobs are rows of their own, and the shell puts them into the offers.
+    ``task_modules`` are those that a run's own task source may be in.
     """
 
     placement: PlacementName = "finish-time"
@@ -37,7 +38,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     retry_backoff_s: float = 1.0
     retry_backoff_max_s: float = 60.0
     prefetch_groups: int = 1
-    max_queued_jobs: int = 100_000
+    max_queued_jobs: int = 125_000
     shortlist: int = 64
     heartbeat_scale_agents: int = 1000
     story_length: int = 20_000
@@ -51,3 +52,4 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     remembered_results: int = 10_000
     attempt_max_s: float = 3600.0
     prompts_on_disk: bool = False
+    task_modules: tuple[str, ...] = ()

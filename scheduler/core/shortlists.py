@@ -15,7 +15,7 @@ from scheduler.core import candidates, prefetch
 from scheduler.core.context import Context
 from scheduler.core.placement import Candidate, FinishTime, JobView, expected_s
 from scheduler.core.state import Job, Run
-from scheduler.core.views import kind_of, pins, view_of
+from scheduler.core.views import kind_of, max_new_tokens, pins, view_of
 
 REUSED = 16
 
@@ -47,8 +47,7 @@ class Shortlists:
         to be, and only those of training jobs have to."""
         if job.kind == "train":
             return view_of(ctx, run, job)
-        tokens = 0 if job.external is None else job.external.max_new_tokens
-        key = (kind_of(job), job.sequences, tokens)
+        key = (kind_of(job), job.sequences, max_new_tokens(ctx, job))
         found = self._views.get(key)
         if found is None:
             found = self._views[key] = view_of(ctx, run, job)

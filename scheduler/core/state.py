@@ -9,11 +9,10 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from transport.ids import Fence, external_job_id
-from transport.messages import AttemptRecord, DeadLetter, Item, JobResult, VersionRef
-from transport.messages.jobs import ResultState
+from transport.ids import Fence
+from transport.messages import AttemptRecord, DeadLetter, DrainOrder, Item, VersionRef
 from transport.messages.services import PartialSummary
-from transport.runs import RunSpec
+from transport.runs import HELD_OUT, RunSpec
 from transport.status import AccountingRow, CopyState, StepStatus
 
 Row = tuple[str, str, bytes]
@@ -36,7 +35,9 @@ class Entity(msgspec.Struct, kw_only=True):
 
 class Run(Entity):
     """A training effort. ``finishing`` is the reason with which it will end, once that is known;
-    ``cursor`` the next training item, ``submitted_groups`` how many groups were made of items."""
+    ``cursor`` the next training item, ``submitted_groups`` how many groups were made of items,
+    ``skipped`` how many were left out by curators, ``skipped_in_row`` since the last that was not.
+    """
 
     table: ClassVar[str] = "run"
 
@@ -47,6 +48,8 @@ class Run(Entity):
     finishing: str = ""
     cursor: int = 0
     submitted_groups: int = 0
+    skipped: int = 0
+    skipped_in_row: int = 0
     eval_jobs: int = 0
     external_jobs: int = 0
     evaluations: int = 0
@@ -82,7 +85,8 @@ class Policy(Entity):
     """One policy of a run and where its trainer stands.
 
     ``step`` is the last completed step and ``head`` the version it made, ``reported`` the last
-    step of this lineage whose report came. Versions up to ``floor`` that are not
+    step of this lineage whose report came, ``evaluated_steps`` the step of the version that each
+    of the run's evaluations looked at last. Versions up to ``floor`` that are not
     ``checkpoint_version`` belong to lineages that were left.
     """
 
@@ -102,7 +106,7 @@ class Policy(Entity):
     highest: int = 0
     floor: int = -1
     final: bool = False
-    evaluated_step: int = 0
+    evaluated_steps: dict[str, int] = {}
     request: StandingRequest | None = None
     unrecorded: list[PendingStep] = []
     last_step: StepStatus | None = None
@@ -132,15 +136,19 @@ class Version(Entity):
         return f"{self.policy}@{self.version}"
 
 
-class Copy(msgspec.Struct):
+class Copy(msgspec.Struct, omit_defaults=True):
     """What one policy makes of a job. ``step`` and ``lag`` are of the batch that took it,
-    ``oldest`` is the oldest version that drew a token of this policy."""
+    ``oldest`` is the oldest version that drew a token of this policy; ``arrived_s`` is when its
+    result came (where the order asks for it), ``score`` and ``drawn`` are its verdict's."""
 
     state: CopyState
     reason: str = ""
     step: int = 0
     lag: int = 0
     oldest: int = -1
+    arrived_s: float = 0.0
+    score: float = 0.0
+    drawn: bool = False
 
 
 class Attempt(msgspec.Struct):
@@ -231,7 +239,8 @@ def external_queue(run: str) -> str:
 
 class Agent(Entity):
     """An edge agent as it last introduced itself; ``gone`` after it said goodbye. ``quarantined``
-    is why it gets no work until an operator releases it, ``evidence`` what speaks against it."""
+    is why it gets no work until an operator releases it, ``evidence`` what speaks against it,
+    ``drain`` an order that it has not said to follow yet."""
 
     table: ClassVar[str] = "agent"
 
@@ -252,6 +261,7 @@ class Agent(Entity):
     evidence: list[str] = []
     price_usd_hour: float = 0.0
     egress_usd_gb: float = 0.0
+    drain: DrainOrder | None = None
 
     @property
     def key(self) -> str:
@@ -259,7 +269,9 @@ class Agent(Entity):
 
 
 class Evaluation(Entity):
-    """Greedy accuracy of pinned versions; ``next_item`` is the first item without a job."""
+    """One of the run's evaluations (by ``name``) of pinned versions; ``next_item`` is the first
+    item without a job. Of ``scored`` items with ``samples`` answers each, ``correct`` answers are
+    right; ``counts[c]`` items have c right ones."""
 
     table: ClassVar[str] = "evaluation"
 
@@ -273,6 +285,9 @@ class Evaluation(Entity):
     open_jobs: int = 0
     scored: int = 0
     correct: int = 0
+    name: str = HELD_OUT
+    samples: int = 1
+    counts: list[int] = []
     restarts: int = 0
     done: bool = False
 
@@ -291,55 +306,6 @@ class Release(Entity):
     @property
     def key(self) -> str:
         return self.digest
-
-
-class Outcome(Entity):
-    """A result that waits for its submitter."""
-
-    table: ClassVar[str] = "outcome"
-
-    submitter: str
-    result: JobResult
-    fingerprint: str = ""
-
-    @property
-    def key(self) -> str:
-        return f"{self.submitter}|{self.result.number}"
-
-    @property
-    def job(self) -> str:
-        return external_job_id(self.result.run, self.submitter, self.result.id)
-
-
-class Confirmed(Entity):
-    """What is remembered of a result that its submitter has: enough to know its job again."""
-
-    table: ClassVar[str] = "confirmed"
-
-    submitter: str
-    number: int
-    job: str
-    state: ResultState
-    fingerprint: str = ""
-
-    @property
-    def key(self) -> str:
-        return f"{self.submitter}|{self.number}"
-
-
-class Submitter(Entity):
-    """``last`` is the highest number that a result of it got, ``confirmed`` up to where it has
-    them."""
-
-    table: ClassVar[str] = "submitter"
-
-    name: str
-    last: int = 0
-    confirmed: int = 0
-
-    @property
-    def key(self) -> str:
-        return self.name
 
 
 class Dead(Entity):

@@ -6,7 +6,8 @@ from copy import copy
 from scheduler.core import demand, evaluation, trainers
 from scheduler.core.agent_states import may_work, shown
 from scheduler.core.context import Context
-from scheduler.core.state import Evaluation, Policy, Run
+from scheduler.core.state import Agent, Evaluation, Policy, Run
+from scheduler.core.work import TRAINING, Work
 from transport.ids import policy_id
 from transport.status import (
     AccountingRow,
@@ -72,7 +73,7 @@ def _run(ctx: Context, run: Run, evaluations: list[Evaluation], dead_letters: in
     statuses = [
         status
         for entry in sorted(evaluations, key=lambda entry: entry.id)
-        for status in evaluation.statuses(entry)
+        for status in evaluation.statuses(ctx, entry)
     ]
     policies = [ctx.tables.policies[policy_id(run.name, name)] for name in run.spec.policies]
     rows: list[AccountingRow] = []
@@ -101,22 +102,36 @@ def _run(ctx: Context, run: Run, evaluations: list[Evaluation], dead_letters: in
 
 
 def stuck(ctx: Context, run: Run) -> str:
-    """Why nobody takes the training jobs that a running run has waiting, when that is plain."""
+    """Why nobody takes the jobs that a running run has waiting, when that is plain."""
     live = ctx.runs.get(run.name)
     if live is None or run.state != "running":
         return ""
-    if not len(ctx.queue(run.name)):
-        return _no_weights(ctx, run)
     agents = ctx.tables.agents
     ready = [agents[name] for name, it in ctx.agents.items() if may_work(agents[name], it)]
+    if not len(ctx.queue(run.name)):
+        return _no_weights(ctx, run) or (_stuck_evaluation(ctx, run, ready) if ready else "")
     if not ready:
         return nobody(ctx, run)
-    workflow, reward = run.spec.workflow.reference, live.reward.name
+    return not_offered(live.works[TRAINING], ready)
+
+
+def not_offered(work: Work, ready: list[Agent]) -> str:
+    """What none of these agents has of what a work needs, or nothing."""
+    workflow = work.workflow.reference
     able = [agent for agent in ready if workflow in agent.workflows]
     if not able:
         return f"no agent offers workflow {workflow}"
-    if not any(reward in agent.rewards for agent in able):
-        return f"no agent offers reward {reward}"
+    missing = [work.missing_reward(agent.rewards) for agent in able]
+    return f"no agent offers reward {missing[0]}" if all(missing) else ""
+
+
+def _stuck_evaluation(ctx: Context, run: Run, ready: list[Agent]) -> str:
+    for id in ctx.evaluations:
+        row = ctx.tables.evaluations[id]
+        if row.run == run.name and len(ctx.queue(id)):
+            missing = not_offered(ctx.runs[run.name].works[row.name], ready)
+            if missing:
+                return f"evaluation {row.name}: {missing}"
     return ""
 
 
@@ -157,6 +172,7 @@ def _policy(
         buffered_groups=0 if live is None else len(live.buffer) + len(live.unplaced),
         last_step=policy.last_step,
         evaluations=tuple(status for status in statuses if status.policy == policy.id),
+        replay_groups=0 if live is None else len(live.pool.entries),
     )
 
 

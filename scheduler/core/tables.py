@@ -8,25 +8,25 @@ from typing import Any
 
 import msgspec
 
+from scheduler.core.histories import ItemHistory
+from scheduler.core.kept import Kept, Reuse
 from scheduler.core.state import (
     Account,
     Agent,
     Change,
-    Confirmed,
     Counters,
     Dead,
     Entity,
     Evaluation,
     Job,
-    Outcome,
     Policy,
     Release,
     Row,
     Run,
     Spend,
-    Submitter,
     Version,
 )
+from scheduler.core.state_results import Confirmed, Outcome, Submitter
 from transport.errors import StoreError
 
 _ENTITIES: tuple[type[Entity], ...] = (
@@ -44,6 +44,9 @@ _ENTITIES: tuple[type[Entity], ...] = (
     Spend,
     Account,
     Counters,
+    Kept,
+    Reuse,
+    ItemHistory,
 )
 PROMPT = "prompt"
 """Table of jobs' items that are stored apart: written and deleted here, never loaded."""
@@ -69,6 +72,9 @@ class Tables:
         self.spends: dict[str, Spend] = {}
         self.accounts: dict[str, Account] = {}
         self.counters: dict[str, Counters] = {}
+        self.kept: dict[str, Kept] = {}
+        self.reuses: dict[str, Reuse] = {}
+        self.histories: dict[str, ItemHistory] = {}
         self._by_name: dict[str, dict[str, Any]] = {
             Run.table: self.runs,
             Policy.table: self.policies,
@@ -84,6 +90,9 @@ class Tables:
             Spend.table: self.spends,
             Account.table: self.accounts,
             Counters.table: self.counters,
+            Kept.table: self.kept,
+            Reuse.table: self.reuses,
+            ItemHistory.table: self.histories,
         }
         self._dirty: dict[int, Entity] = {}
         self._prompts: dict[str, bytes] = {}

@@ -10,7 +10,7 @@ dropped, and no more are made until it is back.
 
 import msgspec
 
-from scheduler.core import consumption
+from scheduler.core import consumption, steps
 from scheduler.core.admission import running_groups
 from scheduler.core.context import Context, PolicyLive, known_code
 from scheduler.core.state import Policy, Version
@@ -220,7 +220,7 @@ def version_stored(ctx: Context, service: str, message: VersionStored) -> None:
         for agent in ctx.agents.values():
             agent.fits.pop(policy.run, None)
     consumption.replace_all(ctx, policy)
-    consumption.record_steps(ctx, policy)
+    steps.record_steps(ctx, policy)
     ctx.due_runs[policy.run] = None
     ctx.dispatch_due = True
 

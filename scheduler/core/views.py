@@ -6,11 +6,12 @@ changes anything.
 
 from scheduler.core import backlog
 from scheduler.core.accounting import account
-from scheduler.core.admission import running_groups
+from scheduler.core.admission import new_groups, running_groups
 from scheduler.core.context import Context, PolicyLive
 from scheduler.core.estimators import RunEstimate
 from scheduler.core.placement import JobView, PolicyView
 from scheduler.core.state import Job, Run
+from scheduler.core.work import work_of
 
 STARVED_HEARTBEATS = 2
 MAX_LEVELS = 8
@@ -21,6 +22,8 @@ def pins(ctx: Context, job: Job) -> dict[str, int]:
     """The versions that a job must be made with, by policy id."""
     if job.evaluation:
         return ctx.tables.evaluations[job.evaluation].pinned
+    if job.kind == "train" and ctx.tables.runs[job.run].spec.mode == "sync":
+        return {id: ctx.tables.policies[id].head for id in job.copies}
     return {} if job.external is None else job.external.pinned
 
 
@@ -34,12 +37,20 @@ def estimate_of(ctx: Context, job: Job) -> RunEstimate:
     return live.families.get(job.items[0].family if job.items else "", live.estimate)
 
 
+def max_new_tokens(ctx: Context, job: Job) -> int:
+    """The job's own limit; 0 where it is the run's."""
+    if job.evaluation:
+        return work_of(ctx, job).workflow.max_new_tokens
+    return 0 if job.external is None else job.external.max_new_tokens
+
+
 def view_of(ctx: Context, run: Run, job: Job) -> JobView:
     """What placement knows of a job now."""
     estimate = estimate_of(ctx, job)
     mean, longest = estimate.tokens_mean, estimate.tokens_longest
-    if job.external is not None and job.external.max_new_tokens:
-        longest = min(longest, float(job.external.max_new_tokens))
+    most = max_new_tokens(ctx, job)
+    if most:
+        longest = min(longest, float(most))
         mean = min(mean, longest)
     policies = (
         tuple(
@@ -47,7 +58,7 @@ def view_of(ctx: Context, run: Run, job: Job) -> JobView:
             for id, copy in job.copies.items()
             if copy.state in ("queued", "in_flight")
         )
-        if job.kind == "train"
+        if job.kind == "train" and run.spec.mode == "async"
         else ()
     )
     return JobView(
@@ -55,7 +66,7 @@ def view_of(ctx: Context, run: Run, job: Job) -> JobView:
         sequences=job.sequences,
         tokens_mean=mean,
         tokens_longest=longest,
-        tokens_typical=min(longest, estimate.tokens_typical),
+        tokens_likely=estimate.tokens_likely,
         body_bytes=estimate.body_bytes,
         policies=policies,
     )
@@ -69,14 +80,15 @@ def _policy_view(ctx: Context, run: Run, id: str, *, itself: bool) -> PolicyView
     since = live.starved_since_s
     patience_s = STARVED_HEARTBEATS * ctx.settings.heartbeat_s
     running = running_groups(ctx, policy)
+    batch = new_groups(spec)  # the rest of it is replayed and waits for nobody
     return PolicyView(
         policy=id,
         bound=spec.max_policy_lag,
         busy_s=live.busy_s.value,
-        batch=spec.batch_groups,
+        batch=batch,
         ready=row.buffered + running,
         in_flight=row.in_flight - itself,
-        grant_s=_next_grant_s(ctx, live, running, row.buffered, spec.batch_groups),
+        grant_s=_next_grant_s(ctx, live, running, row.buffered, batch),
         interval_s=_interval_s(live),
         running=running,
         earlier=_earlier(live, running, spec.max_policy_lag),

@@ -5,7 +5,7 @@ restart from. Nothing is decided here.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +20,7 @@ from scheduler.core.events import (
 )
 from scheduler.core.machine import SchedulerCore
 from scheduler.core.settings import CoreSettings
+from scheduler.data.algorithms import DataAlgorithms
 from sim.actors.names import LOG, SCHEDULER, STORE
 from sim.kernel import WALL_START_S, Alarm, Kernel
 from sim.network import Network
@@ -36,7 +37,8 @@ FromPeer = Callable[[str, Message], Event]
 class SchedulerActor:
     """One scheduler. ``ended`` maps runs to the reason with which they finished; ``steps`` are
     those that the core recorded, as the daemon writes them to ``metrics.jsonl``; ``recorded`` takes
-    all events with their times, unless it is None."""
+    all events with their times, unless it is None. Runs may name data functions of
+    ``data_modules``."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class SchedulerActor:
         items_s: float,
         seed: int,
         check: bool,
+        data_modules: Sequence[str] = (),
     ) -> None:
         self.core = SchedulerCore(
             settings,
@@ -55,6 +58,7 @@ class SchedulerActor:
             build="sim",
             now=kernel.now,
         )
+        self._data = DataAlgorithms(data_modules)
         self.ended: dict[str, str] = {}
         self.steps: list[StepStatus] = []
         self.recorded: list[tuple[Event, float]] | None = None
@@ -84,6 +88,7 @@ class SchedulerActor:
     def feed(self, event: Event) -> None:
         """Let the core handle an event, commit, carry out what it wants."""
         core = self.core
+        event = self._data.prepare(core, event)
         if self.recorded is not None:
             self.recorded.append((event, self._kernel.now))
         effects = core.handle(event, self._kernel.now)
@@ -122,7 +127,7 @@ class SchedulerActor:
 
     def _produced(self, asked: Any) -> None:
         items = make_items(asked.start, asked.count)
-        self.feed(ItemsProduced(asked.run, asked.kind, asked.start, items))
+        self.feed(ItemsProduced(asked.run, asked.kind, asked.start, items, asked.evaluation))
 
     def _tick(self) -> None:
         self.feed(Tick())

@@ -215,9 +215,11 @@ class TrainerActor:
             lags: list[int] = []
             for ref in effect.groups:
                 body = self._bodies.pop(ref.digest)
-                self._ledger.body_trained(self.policy, ref.digest, body.tokens)
+                if not ref.replay:
+                    self._ledger.body_trained(self.policy, ref.digest, body.tokens)
                 lags.append(ref.policy_lag)
-            self._used.append((effect.step, tuple(ref.digest for ref in effect.groups)))
+            fresh = tuple(ref.digest for ref in effect.groups if not ref.replay)
+            self._used.append((effect.step, fresh))
             steps = self._ledger.steps.setdefault(self.policy, [])
             steps.append(Step(effect.step, self._kernel.now, tuple(lags)))
             if self._ledger.recorder is not None:

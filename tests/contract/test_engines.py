@@ -185,6 +185,78 @@ async def test_it_tells_on_the_loop_when_sequences_have_left(case: Case) -> None
             await told.wait()
 
 
+QUESTION = {"role": "user", "content": "3 + 4 ="}
+
+
+@pytest.mark.asyncio
+async def test_a_conversation_goes_on_behind_what_was_drawn(case: Case) -> None:
+    """Token for token what the template makes of the whole, whether or not the end was drawn."""
+    engine = case.engine
+    asked = engine.encode_chat(A, [QUESTION])
+    assert asked == engine.encode(A, "3 + 4 =")
+    more = [{"role": "tool", "content": "12"}, {"role": "user", "content": "And 5 + 5 =?"}]
+    whole = engine.encode_chat(A, [QUESTION, {"role": "assistant", "content": "7"}, *more])
+    open_answer = engine.encode_chat(A, [QUESTION, {"role": "assistant", "content": "7"}])
+    behind = engine.encode_next(A, (), more)
+    assert whole[-len(behind) :] == behind
+    answer = whole[len(asked) : -len(behind)]
+    assert engine.decode(A, answer) == "7"
+    assert whole == (*asked, *answer, *engine.encode_next(A, answer, more))
+    end = behind[0]
+    assert whole == (*asked, *answer, end, *engine.encode_next(A, (*answer, end), more))
+    assert open_answer[: len(asked) + len(answer) + 1] == (*asked, *answer, end)
+    assert engine.encode_chat(A, [{"role": "system", "content": "Be brief."}, QUESTION]) != asked
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[{"role": "user"}], [{"role": "user", "content": ["3 + 4 ="]}], [{"content": "3 + 4 ="}]],
+)
+@pytest.mark.asyncio
+async def test_messages_that_make_no_conversation_are_refused(
+    case: Case, messages: list[dict[str, Any]]
+) -> None:
+    with pytest.raises(GenerationFailed):
+        case.engine.encode_chat(A, messages)
+    with pytest.raises(GenerationFailed):
+        case.engine.encode_next(A, (), messages)
+    with pytest.raises(GenerationFailed, match=B):
+        case.engine.encode_chat(B, [QUESTION])
+
+
+@pytest.mark.asyncio
+async def test_a_stop_text_ends_a_sequence_with_the_token_that_completes_it(case: Case) -> None:
+    """Alone and in company, in each sequence where its text comes up, and nowhere else."""
+    most = {"max_new_tokens": 60, "temperature": 1.0}
+    free = await case.engine.generate(case.request(n=6, name="stop", **most))
+    texts = [case.engine.decode(A, c.tokens) for c in free]
+    longest = max(texts, key=len)
+    middle = len(longest) // 2
+    stop = (longest[middle : middle + 2] or longest[-1:], "\N{SNOWMAN} never")
+    plain = [case.request(n=2, **most) for _ in range(2)]
+    stopped, *_ = await asyncio.gather(
+        case.engine.generate(case.request(n=6, name="stop", stop=stop, **most)),
+        *map(case.engine.generate, plain),
+    )
+    assert any(stop[0] in text for text in texts)
+    for first, ended in zip(free, stopped, strict=True):
+        check_shape(ended, 60)
+        assert ended.tokens == first.tokens[: len(ended.tokens)]
+        if stop[0] in case.engine.decode(A, first.tokens):
+            assert ended.finish_reason == "stop"
+            assert stop[0] in case.engine.decode(A, ended.tokens)
+            assert stop[0] not in case.engine.decode(A, ended.tokens[:-1])
+        else:
+            assert (ended.tokens, ended.finish_reason) == (first.tokens, first.finish_reason)
+
+
+@pytest.mark.parametrize("stop", [("",), ("x" * 1000,), ("x",) * 99])
+@pytest.mark.asyncio
+async def test_stop_texts_are_bounded(case: Case, stop: tuple[str, ...]) -> None:
+    with pytest.raises(GenerationFailed, match="stop text"):
+        await case.engine.generate(case.request(stop=stop))
+
+
 @pytest.mark.asyncio
 async def test_weights_come_back_exactly_as_they_came_in(case: Case) -> None:
     assert case.weights() == dict(sorted(read_model_folder(case.folder).items()))

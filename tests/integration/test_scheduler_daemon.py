@@ -68,7 +68,15 @@ from transport.messages import (
     WeightsRequest,
     Welcome,
 )
-from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
+from transport.runs import (
+    AlgorithmSpec,
+    DataSpec,
+    EvaluationSpec,
+    PolicySpec,
+    RunSpec,
+    TaskSpec,
+    WorkflowSpec,
+)
 from transport.runtime.clock import ManualClock, SystemClock
 from transport.runtime.settings import RelayAddress, TransportConfig
 from transport.status import AgentStatus, EvaluationStatus, RunStatus, SchedulerStatus, StepStatus
@@ -408,6 +416,11 @@ async def test_a_daemon_serves_operators_and_agents_by_their_keys_and_stops_in_o
         changed = msgspec.structs.replace(run_spec(tmp_path), seed=5)
         with pytest.raises(RequestRefused, match=r"^run\."):
             await operator.submit(changed)
+        data = DataSpec(filters=(AlgorithmSpec(name="os:getpid"),))
+        policies = {"solver": msgspec.structs.replace(changed.policies["solver"], data=data)}
+        foreign = msgspec.structs.replace(changed, name="foreign", policies=policies)
+        with pytest.raises(RequestRefused, match=r"filters\[0\]\.name: module 'os' is not one"):
+            await operator.submit(foreign)
         with pytest.raises(RequestRefused, match=r"run\.unknown: .*live runs: sums"):
             await operator.command("subs", "pause")
 

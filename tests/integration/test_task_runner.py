@@ -13,20 +13,18 @@ from service_world import until
 
 from scheduler.core.events import ItemsProduced, TaskSourceFailed
 from scheduler.task_runner import TaskRunner
-from scheduler.task_source import check_job_sizes
-from transport.errors import TaskError
-from transport.messages import Item
 from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
 
 
-def run_spec(task: TaskSpec, items_per_job: int = 8) -> RunSpec:
+def run_spec(task: TaskSpec, **evaluations: EvaluationSpec) -> RunSpec:
     return RunSpec(
         name="sums",
         seed=4,
         policies={"solver": PolicySpec(model="model")},
         task=task,
         workflow=WorkflowSpec(policies=("solver",)),
-        evaluation=EvaluationSpec(items_per_job=items_per_job),
+        evaluation=EvaluationSpec(),
+        evaluations=evaluations,
     )
 
 
@@ -149,8 +147,56 @@ async def test_a_wrong_task_fails_the_run_and_stopping_ends_the_process(task):
     await asyncio.sleep(0)
 
 
-def test_an_evaluation_job_that_fits_no_frame_is_refused_with_a_size_that_does():
-    items = tuple(Item(index=i, prompt="p", answer="a", meta="x" * 8000) for i in range(64))
-    check_job_sizes(items, 16)
-    with pytest.raises(TaskError, match=r"items 0 to 63 take \d+ bytes.*items_per_job to 1\d$"):
-        check_job_sizes(items, 64)
+OWN_TASK = """
+def numbers(seed, first):
+    print("whatever it says goes to standard error")
+    for number in range(first, first + 40):
+        yield {"prompt": f"say {number}", "answer": str(number)}
+
+def broken(seed):
+    yield {"prompt": "one", "answer": "1"}
+    raise OSError("the data base is gone")
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> str:
+    (tmp_path / "own_task_of_a_user.py").write_text(OWN_TASK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return "own_task_of_a_user"
+
+
+@pytest.mark.asyncio
+async def test_evaluations_with_a_task_of_their_own_get_items_of_it(task, own):
+    function = TaskSpec(
+        source="python", function=f"{own}:numbers", settings={"first": 100}, reward="exact"
+    )
+    r = Runner(modules=(own,))
+    r.runner.start(run_spec(task, numbers=EvaluationSpec(task=function)))
+    r.runner.produce("sums", "eval", 0, 64, "numbers")
+    r.runner.produce("sums", "eval", 0, 64)
+    r.runner.produce("sums", "train", 0, 3)
+    await until(lambda: len(r.events) == 3)
+    numbers, held_out, training = r.events
+    assert (numbers.evaluation, held_out.evaluation) == ("numbers", "held-out")
+    assert [item.prompt for item in numbers.items] == [f"say {n}" for n in range(100, 140)]
+    assert 5 < len(held_out.items) < 40
+    assert all(item.prompt.endswith("+ 1 =") for item in (*held_out.items, *training.items))
+    await r.runner.close()
+
+
+@pytest.mark.asyncio
+async def test_an_error_in_an_evaluations_task_is_told_with_its_name(task, own):
+    for function, modules, expected in (
+        ("broken", (own,), f"evaluations.mine: task.function: '{own}:broken' pass 0, item 1: OSE"),
+        ("numbers", (), f"evaluations.mine: task.function: '{own}:numbers': module '{own}' is not"),
+    ):
+        broken = TaskSpec(source="python", function=f"{own}:{function}", reward="exact")
+        r = Runner(modules=modules)
+        r.runner.start(run_spec(task, mine=EvaluationSpec(task=broken)))
+        r.runner.produce("sums", "eval", 0, 8, "mine")
+        await until(lambda: bool(r.events))  # noqa: B023 - awaited before the next turn
+        [failed] = r.events
+        assert isinstance(failed, TaskSourceFailed)
+        assert failed.message.startswith(expected), failed.message
+        await r.runner.close()

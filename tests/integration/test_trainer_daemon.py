@@ -310,16 +310,6 @@ async def test_a_wrong_table_is_refused_before_anything_starts(
 
 
 @pytest.mark.asyncio
-async def test_several_ranks_are_refused_instead_of_training_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    async with TrainerCloud(tmp_path) as cloud:
-        with pytest.raises(ConfigError, match="FSDP2"):
-            await cloud.train()
-
-
-@pytest.mark.asyncio
 async def test_a_folder_belongs_to_one_trainer_at_a_time(tmp_path: Path) -> None:
     async with TrainerCloud(tmp_path, steps=500) as cloud:
         stop = asyncio.Event()

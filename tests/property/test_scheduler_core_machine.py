@@ -17,11 +17,30 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler.core.settings import TRAJECTORY_LOG, WEIGHT_STORE
+from transport.runs import AlgorithmSpec, DataSpec, ReplaySpec
 
 AGENTS = st.sampled_from(["a0", "a1"])
 ORDERS = st.sampled_from(["drain", "cordon", "uncordon", "quarantine", "release"])
 PLACES = st.integers(0, 3)
+ZERO = AlgorithmSpec(name="zero_advantage")
+DATA = st.sampled_from(
+    [
+        DataSpec(),
+        DataSpec(filters=(ZERO,), order="fifo"),
+        DataSpec(replay=ReplaySpec(ratio=0.5, keep=3, max_uses=1)),
+        DataSpec(
+            filters=(ZERO,),
+            replay=ReplaySpec(
+                ratio=0.7, keep=64, max_uses=2, select=AlgorithmSpec(name="prioritised")
+            ),
+        ),
+    ]
+)
 PEERS = st.sampled_from(["a0", "a1", "t", "t", TRAJECTORY_LOG, WEIGHT_STORE])
+
+
+FEW = {"items": 3, "items_between": 2, "every_versions": 1, "samples": 2, "temperature": 1.0}
+LAST = {"items": 2, "items_per_job": 1, "at_start": False}
 
 
 class SchedulerWorld(RuleBasedStateMachine):
@@ -35,6 +54,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         evaluation=st.sampled_from(
             [None, {"items": 5, "items_per_job": 2}, {"items": 3, "every_versions": 1}]
         ),
+        evaluations=st.sampled_from([{}, {"few": FEW}, {"few": FEW, "last": LAST}]),
         prefetch=st.integers(0, 2),
         placement=st.sampled_from(["finish-time", "finish-time", "least-outstanding"]),
         shortlist=st.sampled_from([1, 64]),
@@ -42,6 +62,8 @@ class SchedulerWorld(RuleBasedStateMachine):
         max_attempts=st.sampled_from([1, 50]),
         hedge=st.sampled_from([0.0, 1.0]),
         quota=st.sampled_from([{}, {"max_sequences_in_flight": 2}, {"tokens_per_minute": 600}]),
+        data=DATA,
+        curators=st.sampled_from([(), (AlgorithmSpec(name="data_functions:odd_items"),)]),
         seed=st.integers(0, 3),
     )
     def start(
@@ -51,6 +73,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         batch,
         group,
         evaluation,
+        evaluations,
         prefetch,
         placement,
         shortlist,
@@ -58,21 +81,34 @@ class SchedulerWorld(RuleBasedStateMachine):
         max_attempts,
         hedge,
         quota,
+        data,
+        curators,
         seed,
     ) -> None:
+        steps = 3
+        if data.replay.ratio:  # there must be room for it
+            steps, lag, batch = 6, lag + 2, batch + 1
         spec = make_run(
             policies=policies,
-            policy={"steps": 3, "batch_groups": batch, "max_policy_lag": lag},
+            policy={
+                "steps": steps,
+                "batch_groups": batch,
+                "max_policy_lag": lag,
+                "data": data,
+            },
             workflow={"group_size": group},
             evaluation=evaluation,
+            evaluations=evaluations,
             max_attempts=max_attempts,
             hedge_share=hedge,
+            curators=curators,
             **quota,
         )
         self.world = PeopleWorld(
             spec,
             seed=seed,
             republish=republish,
+            modules=("data_functions",),
             prefetch_groups=prefetch,
             placement=placement,
             shortlist=shortlist,

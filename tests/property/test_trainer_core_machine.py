@@ -21,9 +21,13 @@ STEPS = 12
 
 
 class TrainerMachine(RuleBasedStateMachine):
-    @initialize(every=st.integers(1, 4), window=st.sampled_from([1, 250, 10_000]))
-    def begin(self, every: int, window: int) -> None:
-        run = make_run(steps=STEPS, checkpoint_every=every)
+    @initialize(
+        every=st.integers(1, 4),
+        window=st.sampled_from([1, 250, 10_000]),
+        replay=st.sampled_from([0.0, 0.5]),
+    )
+    def begin(self, every: int, window: int, replay: float) -> None:
+        run = make_run(steps=STEPS, checkpoint_every=every, replay=replay)
         self.world = TrainerWorld(run, fetch_window_bytes=window)
         self.lives = 0
 

@@ -18,6 +18,7 @@ from scheduler.core.events import (
 )
 from scheduler.core.machine import SchedulerCore
 from scheduler.core.settings import TRAJECTORY_LOG, WEIGHT_STORE, CoreSettings
+from scheduler.data.algorithms import DataAlgorithms
 from transport.messages import (
     AgentInventory,
     AttemptFailed,
@@ -64,6 +65,7 @@ def make_run(name: str = RUN, **changes: Any) -> RunSpec:
     names = changes.pop("policies", ("solver",))
     workflow = {"group_size": 2, "max_new_tokens": 16, **changes.pop("workflow", {})}
     evaluation = changes.pop("evaluation", None)
+    evaluations = changes.pop("evaluations", {})
     return RunSpec(
         **{
             "name": name,
@@ -71,6 +73,7 @@ def make_run(name: str = RUN, **changes: Any) -> RunSpec:
             "task": TaskSpec(source="reasoning-gym", dataset="chain_sum"),
             "workflow": WorkflowSpec(policies=names, **workflow),
             "evaluation": None if evaluation is None else EvaluationSpec(**evaluation),
+            "evaluations": {name: EvaluationSpec(**one) for name, one in evaluations.items()},
             **changes,
         }
     )
@@ -162,7 +165,15 @@ def make_summary(
 class Scene:
     """A core, its clock, the rows as stored, and everything it said."""
 
-    def __init__(self, *, seed: int = 0, term: int = 1, check: bool = True, **settings: Any):
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        term: int = 1,
+        check: bool = True,
+        modules: tuple[str, ...] = (),
+        **settings: Any,
+    ):
         self.settings = make_settings(**settings)
         self.rows: dict[tuple[str, str], bytes] = {}
         self.now = 0.0
@@ -173,10 +184,14 @@ class Scene:
         self.offers: dict[str, LeaseOffer] = {}
         self.offered_to: dict[str, str] = {}
         self.requests = 0
+        self.data = DataAlgorithms(modules)
+        self.event: Event = Tick()
         self.core = self._new_core()
 
     def feed(self, event: Event) -> list[Effect]:
         """Handle one event, commit, check; returns its effects."""
+        event = self.data.prepare(self.core, event)
+        self.event = event
         effects = self.core.handle(event, self.now)
         for table, key, value in self.core.take_changes():
             if value is None:
@@ -319,14 +334,19 @@ class Scene:
         message = GroupUnusable(policy=SOLVER, step=step, job=job, code=code)
         return self.trainer_says(message)
 
+    def make_items(self, asked: ProduceItems) -> tuple[Item, ...]:
+        """What the run's task sources give."""
+        return make_items(asked.start, asked.count)
+
     def produced(self, effects: list[Effect]) -> list[Effect]:
         """Answer every request for items among ``effects``, and those that follow."""
         answers: list[Effect] = []
         waiting = [effect for effect in effects if isinstance(effect, ProduceItems)]
         while waiting:
             asked = waiting.pop(0)
-            items = make_items(asked.start, asked.count)
-            more = self.feed(ItemsProduced(asked.run, asked.kind, asked.start, items))
+            items = self.make_items(asked)
+            event = ItemsProduced(asked.run, asked.kind, asked.start, items, asked.evaluation)
+            more = self.feed(event)
             waiting += [effect for effect in more if isinstance(effect, ProduceItems)]
             answers += more
         return answers

@@ -41,6 +41,7 @@ from transport.messages import (
     VersionServing,
     Welcome,
 )
+from transport.runs import DataSpec
 
 
 class World(LinkedWorld):
@@ -110,8 +111,17 @@ class World(LinkedWorld):
             return False
         now = self.agents[name].versions
         spans = {policy: (first, max(first, now[policy])) for policy, first in found.first.items()}
-        found.summary = make_summary(found.offer, name, versions=spans)
+        found.summary = make_summary(
+            found.offer, name, versions=spans, **self._rewards(found.offer)
+        )
         return True
+
+    def _rewards(self, offer: LeaseOffer) -> dict[str, tuple[float, ...]]:
+        """Something for data functions to tell apart, where the run has any."""
+        if all(policy.data == DataSpec() for policy in self.spec.policies.values()):
+            return {}
+        sequences = len(offer.items) * offer.group_size
+        return {"rewards": tuple(float(self.rng.random() < 0.5) for _ in range(sequences))}
 
     def agent_fails(self, name: str, at: int) -> bool:
         found = self._running(name, at)
@@ -241,10 +251,13 @@ class World(LinkedWorld):
         trainer = self.trainers[name]
         if not trainer.alive or not trainer.grant:
             return False
-        jobs = tuple(ref.job for ref in trainer.grant)
+        jobs = tuple(ref.job for ref in trainer.grant if not ref.replay)
         before = [job for _, done in trainer.lineage for job in done]
         if len(set(before + list(jobs))) != len(before) + len(jobs):
             raise Broken(f"{jobs} trained on twice by {name}: {before}")
+        for ref in trainer.grant:
+            if ref.replay:
+                self._train_again(trainer, ref.job, before)
         self._check_bodies(trainer)
         trainer.grant = ()
         trainer.step += 1
@@ -263,6 +276,13 @@ class World(LinkedWorld):
         self._say(name, report)
         self._say_checkpoint(trainer)
         return True
+
+    def _train_again(self, trainer: Trainer, job: str, before: list[str]) -> None:
+        trainer.again.append((trainer.step + 1, job))
+        replay = self.spec.policies[policy_name(trainer.policy)].data.replay
+        uses = sum(used == job for _, used in trainer.again)
+        if job not in before or uses > replay.max_uses:
+            raise Broken(f"{job} trained on again {uses} times by {trainer.name}: {before}")
 
     def trainer_checkpoints(self, name: str) -> bool:
         trainer = self.trainers[name]
@@ -289,6 +309,7 @@ class World(LinkedWorld):
         trainer.incarnation += 1
         trainer.step, trainer.head, length = trainer.checkpoint
         del trainer.lineage[length:]
+        trainer.again = [used for used in trainer.again if used[0] <= trainer.step]
         trainer.grant = ()
         trainer.unsaid = None
         trainer.reborn = True

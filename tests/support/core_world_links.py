@@ -83,6 +83,7 @@ class Trainer:
     highest: int = 0
     grant: tuple[GroupRef, ...] = ()
     lineage: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    again: list[tuple[int, str]] = field(default_factory=list)
     checkpoint: tuple[int, int, int] = (0, 0, 0)
     unsaid: CheckpointReport | None = None
     reborn: bool = False
@@ -223,7 +224,7 @@ class LinkedWorld:
             return False
         asked = self.items.pop(0)
         items = make_items(asked.start, max(1, asked.count // share))
-        event = ItemsProduced(asked.run, asked.kind, asked.start, items)
+        event = ItemsProduced(asked.run, asked.kind, asked.start, items, asked.evaluation)
         self._execute(self.scene.feed(event))
         return True
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from trainer_peers import POLICY, Scheduler
@@ -21,7 +22,7 @@ from transport.delivery_window import DeliveryWindow
 from transport.envelope import LIMITS, decode, encode
 from transport.errors import LinkClosed, LinkError, ProtocolError
 from transport.keys import DeploymentKeys, Peer, create_keys
-from transport.links import Hub, LinkOptions
+from transport.links import Hub, LinkOptions, Network
 from transport.memory_links import MemoryNetwork
 from transport.messages import (
     WORK_PLANES,
@@ -92,9 +93,18 @@ class BodyScheduler(Scheduler):
 
 
 class TrainerCloud:
-    """Everything a trainer connects to. ``folder`` gets keys, model, store and trainer."""
+    """Everything a trainer connects to. ``folder`` gets keys, model, store and trainer; with a
+    ``network`` of sockets the trainer may be another process."""
 
-    def __init__(self, folder: Path, *, steps: int = 6, checkpoint_every: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int = 6,
+        checkpoint_every: int = 2,
+        trainer: Literal["numpy", "torch"] = "numpy",
+        network: Network | None = None,
+    ) -> None:
         self.folder = folder
         self.model = folder / "model"
         if not self.model.exists():
@@ -104,7 +114,7 @@ class TrainerCloud:
             policies={
                 "solver": PolicySpec(
                     model=str(self.model),
-                    trainer="numpy",
+                    trainer=trainer,
                     steps=steps,
                     batch_groups=2,
                     checkpoint_every=checkpoint_every,
@@ -119,7 +129,7 @@ class TrainerCloud:
         signer = self.keys.signers[POLICY].public
         self.trusted = {signer.key_id: signer}
         self.versions = WeightVersions(folder / "store", trusted=self.trusted)
-        self.network = MemoryNetwork()
+        self.network = MemoryNetwork() if network is None else network
         self.heard: Counter[str] = Counter()
         self.deaf: set[Plane] = set()
         self.reject: VersionRejected | None = None

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 
 from transport import messages as wire
 from transport.messages import GroupRef, Message
-from transport.runs import PolicySpec, RunSpec, TaskSpec, WorkflowSpec
+from transport.runs import DataSpec, PolicySpec, ReplaySpec, RunSpec, TaskSpec, WorkflowSpec
 
 POLICY = "run/solver"
 
 
-def make_run(*, steps: int = 6, batch_groups: int = 2, checkpoint_every: int = 2) -> RunSpec:
+def make_run(
+    *, steps: int = 6, batch_groups: int = 2, checkpoint_every: int = 2, replay: float = 0.0
+) -> RunSpec:
     return RunSpec(
         name="run",
         policies={
@@ -20,6 +22,7 @@ def make_run(*, steps: int = 6, batch_groups: int = 2, checkpoint_every: int = 2
                 steps=steps,
                 batch_groups=batch_groups,
                 checkpoint_every=checkpoint_every,
+                data=DataSpec(replay=ReplaySpec(ratio=replay)),
             )
         },
         task=TaskSpec(source="jsonl", path="items.jsonl", reward="exact"),
@@ -27,9 +30,13 @@ def make_run(*, steps: int = 6, batch_groups: int = 2, checkpoint_every: int = 2
     )
 
 
-def make_ref(number: int, lag: int = 0) -> GroupRef:
+def make_ref(number: int, lag: int = 0, *, replay: bool = False) -> GroupRef:
     return GroupRef(
-        job=f"run/t-{number:06d}", digest=f"digest-{number}", size_bytes=100, policy_lag=lag
+        job=f"run/t-{number:06d}",
+        digest=f"digest-{number}",
+        size_bytes=100,
+        policy_lag=lag,
+        replay=replay,
     )
 
 
@@ -41,6 +48,7 @@ class Scheduler:
     buffer: deque[int] = field(default_factory=deque)
     next_job: int = 0
     taken: dict[int, list[int]] = field(default_factory=dict)
+    again: dict[int, list[int]] = field(default_factory=dict)
     trained: set[int] = field(default_factory=set)
     unusable: set[int] = field(default_factory=set)
     highest_version: int = 0
@@ -72,6 +80,10 @@ class Scheduler:
                     self.taken[step].remove(number)
                     self.unusable.add(number)
                     return self._grant(step)
+                if number in self.again.get(step, []):
+                    self.again[step].remove(number)
+                    self.unusable.add(number)
+                    return self._grant(step)
             case wire.StepReport(step=step, version=version):
                 self.reports[step] = version
                 self._moves(version)
@@ -97,6 +109,7 @@ class Scheduler:
             self.head = hello.trainer.checkpoint_version
             for step in [s for s in self.taken if s > hello.trainer.checkpoint_step]:
                 self.buffer.extend(self.taken.pop(step))
+                self.again.pop(step, None)
         self._checkpoint(hello.trainer.checkpoint_step)
         self.known = True
         return [
@@ -124,14 +137,20 @@ class Scheduler:
 
     def _grant(self, step: int) -> list[Message]:
         spec = self.run.policies["solver"]
-        groups = self.taken.setdefault(step, [])
-        while len(groups) < spec.batch_groups:
+        groups, again = self.taken.setdefault(step, []), self.again.setdefault(step, [])
+        past = {n for at, numbers in self.taken.items() if at < step for n in numbers}
+        pool = sorted((self.trained | past) - self.unusable - {*groups, *again})
+        share = int(spec.data.replay.ratio * spec.batch_groups) - len(again)
+        missing = spec.batch_groups - len(groups) - len(again)
+        again += pool[max(0, len(pool) - min(share, missing)) :]
+        while len(groups) + len(again) < spec.batch_groups:
             if not self.buffer:
                 self.buffer.append(self.next_job)
                 self.next_job += 1
             groups.append(self.buffer.popleft())
-        refs = tuple(make_ref(number) for number in groups)
-        return [wire.BatchGrant(policy=POLICY, step=step, groups=refs)]
+        refs = [make_ref(number) for number in groups]
+        refs += [make_ref(number, replay=True) for number in again]
+        return [wire.BatchGrant(policy=POLICY, step=step, groups=tuple(refs))]
 
 
 @dataclass

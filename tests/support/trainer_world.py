@@ -183,7 +183,9 @@ class TrainerWorld:
                 self.stepping -= 1
                 finite, self.poison = not self.poison, False
                 if finite:
-                    self.lineage += (LineageStep(step, tuple(ref.job for ref in groups)),)
+                    self.lineage += (
+                        LineageStep(step, tuple(ref.job for ref in groups if not ref.replay)),
+                    )
                 self.feed(on.StepFinished(step=step, metrics={"loss": 1.0}, finite=finite))
             case do.BuildVersion(version=version, parent=parent, step=step, again=again):
                 if again and parent is not None:

@@ -52,6 +52,7 @@ class Bench:
         self.events: list[Event] = []
         self.generated = asyncio.Event()
         self.rewards = RewardPool(1.0)
+        self.rollouts = 1
 
     def runner(
         self, function: WorkflowFunction, timeout_s: float = 5.0, unwind_s: float = 5.0
@@ -60,12 +61,17 @@ class Bench:
             self.engine,
             self.rewards,
             self.spool,
-            {"w": Workflow("w", "", function)},
+            {"w": Workflow("w", "", function, self.rollouts)},
             clock=SystemClock(),
             timeout_s=timeout_s,
             feed=self.feed,
             unwind_s=unwind_s,
         )
+
+    def promising(self, rollouts: int) -> "Bench":
+        """The same, with a workflow of so many rollouts per sibling."""
+        self.rollouts = rollouts
+        return self
 
     def feed(self, event: Event) -> None:
         self.events.append(event)

@@ -9,6 +9,7 @@ import pytest
 
 from cloud_trainer.advantages import group_advantages
 from cloud_trainer.batching import make_batch
+from cloud_trainer.torch_settings import TorchSettings
 from cloud_trainer.trainer import TrainingSequence
 
 
@@ -24,13 +25,9 @@ def sequence(prompt, tokens, *, reward=0.0, group="g", mask=None, logprobs=None)
     )
 
 
-def batch_of(groups, *, micro_batch_tokens=1000, vocabulary=100):
-    return make_batch(
-        groups,
-        micro_batch_tokens=micro_batch_tokens,
-        advantages="group_std",
-        vocabulary=vocabulary,
-    )
+def batch_of(groups, *, vocabulary=100, **settings):
+    settings = TorchSettings(**{"micro_batch_tokens": 1000, **settings})
+    return make_batch(groups, settings, vocabulary=vocabulary)
 
 
 def random_groups(seed, groups=6, siblings=4):
@@ -71,8 +68,9 @@ def entries_of(batch):
 def entries_expected(groups):
     found = Counter()
     for group in groups:
-        values = group_advantages([s.reward for s in group], "group_std")
-        for s, advantage in zip(group, values, strict=True):
+        own = [s for s in group if any(s.loss_mask)]
+        values = group_advantages([s.reward for s in own], "group_std")
+        for s, advantage in zip(own, values, strict=True):
             for position, own in enumerate(s.loss_mask):
                 if own and advantage:
                     before = s.prompt_tokens + s.tokens[:position]
@@ -132,6 +130,89 @@ def test_tokens_of_others_are_context_and_not_trained():
         3,
         4,
     }
+
+
+def test_siblings_without_a_token_of_this_policy_are_no_siblings():
+    """A workflow of several policies returns sequences of each; their rewards differ in kind."""
+    others = sequence([1], [8, 9], reward=-40.0, mask=[False, False])
+    own = [sequence([1], [2], reward=1.0), sequence([1], [3], reward=0.0)]
+    batch = batch_of([[own[0], others, own[1]]])
+    assert entries_of(batch) == entries_of(batch_of([own]))
+    assert (batch.sequences, batch.tokens, batch.reward_mean) == (2, 2, 0.5)
+    assert batch.group_sizes == (2,)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_of_a_sequence_stand_together_and_know_their_place_in_the_batch(seed):
+    groups = random_groups(seed)
+    batch = batch_of(groups, micro_batch_tokens=30, kl_coefficient=0.1)
+    siblings = [s for group in groups for s in group if any(s.loss_mask)]
+    assert batch.rewards.tolist() == [s.reward for s in siblings]
+    assert sum(batch.group_sizes) == batch.sequences == len(siblings)
+    offset, seen = 0, []
+    for micro in batch.micro_batches:
+        assert micro.offset == offset
+        offset += len(micro.row)
+        ends = np.cumsum(micro.lengths)
+        assert ends[-1] == len(micro.row)
+        for place, end, length in zip(micro.sibling, ends, micro.lengths, strict=True):
+            part = slice(end - length, end)
+            own = siblings[place]
+            drawn = [
+                token for token, is_own in zip(own.tokens, own.loss_mask, strict=True) if is_own
+            ]
+            assert micro.targets[micro.row[part], micro.column[part]].tolist() == drawn
+            assert len(set(micro.advantage[part].tolist())) == 1
+            seen.append(int(place))
+    assert sorted(seen) == list(range(len(siblings)))
+    assert offset == batch.trained == batch.tokens
+
+
+def test_with_a_kl_sequences_without_advantage_are_computed_too():
+    dull = [sequence([1], [2, 3], reward=1.0), sequence([1], [4, 3], reward=1.0)]
+    batch = batch_of([dull], kl_coefficient=0.01)
+    (micro,) = batch.micro_batches
+    assert micro.advantage.tolist() == [0.0] * 4
+    assert batch.trained == 4
+
+
+def test_advantages_of_other_rewards_replace_those_of_the_first():
+    groups = random_groups(3)
+    batch = batch_of(groups, kl_coefficient=0.1, micro_batch_tokens=30)
+    rewards = np.random.default_rng(0).normal(size=batch.sequences)
+    changed = iter(rewards.tolist())
+    other = [
+        [msgspec.structs.replace(s, reward=next(changed)) if any(s.loss_mask) else s for s in group]
+        for group in groups
+    ]
+    settings = TorchSettings(kl_coefficient=0.1)
+    expected = batch_of(other, kl_coefficient=0.1, micro_batch_tokens=30)
+    assert entries_of(batch.with_rewards(rewards, settings)) == entries_of(expected)
+
+
+def test_what_a_rank_computes_without_work_has_the_shape_and_no_trained_tokens():
+    (micro,) = batch_of([[sequence([1], [2], reward=1.0), sequence([1], [3])]]).micro_batches
+    blank = micro.without_trained()
+    assert blank.tokens is micro.tokens
+    assert {len(a) for a in (blank.row, blank.column, blank.behaviour, blank.lengths)} == {0}
+
+
+def test_long_sequences_lose_reward_before_advantages_are_taken():
+    group = [sequence([1], [2] * 10, reward=1.0), sequence([1], [3] * 8, reward=1.0)]
+    batch = batch_of(
+        [group], overlong_penalty=0.5, overlong_share=0.5, max_tokens=10, normalisation="none"
+    )
+    assert batch.rewards.tolist() == pytest.approx([0.5, 0.7])
+    assert batch.reward_mean == 1.0
+    (micro,) = batch.micro_batches
+    assert set(np.round(micro.advantage, 6).tolist()) == {np.float32(0.1), np.float32(-0.1)}
+
+
+def test_the_penalty_counts_what_the_policy_wrote_and_not_what_a_tool_said():
+    mask = [True] + [False] * 9
+    group = [sequence([1], [2] * 10, reward=1.0, mask=mask), sequence([1], [3], reward=0.0)]
+    batch = batch_of([group], overlong_penalty=1.0, max_tokens=5)
+    assert batch.rewards.tolist() == [1.0, 0.0]
 
 
 GOOD = sequence([1, 2], [3, 4], reward=1.0)

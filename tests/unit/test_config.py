@@ -151,12 +151,55 @@ policies = ["p"]
             "policies.p.max_policy_lag: Expected `int` <= ",
         ),
         ("[task]", "[task]\nheld_out_one_in = 1001", "task.held_out_one_in: Expected"),
+        (
+            "[task]",
+            '[[policies.p.data.filters]]\nname = "zero"\n[task]',
+            "policies.p.data.filters[0].name: there is no filter 'zero'; shipped are overlong",
+        ),
+        (
+            "[task]",
+            '[[policies.p.data.filters]]\nname = "truncated"\nsettings = {shar = 1}\n[task]',
+            "policies.p.data.filters[0].settings.shar: unknown key; known are share",
+        ),
+        (
+            "[task]",
+            '[[policies.p.data.filters]]\nname = "truncated"\nsetings = {}\n[task]',
+            "policies.p.data.filters[0].setings: unknown key",
+        ),
+        (
+            "[task]",
+            '[[run.curators]]\nname = "greso"\nsettings = {easy = 2}\n[task]',
+            "run.curators[0].settings.easy: Expected",
+        ),
         ("[workflow]", "[workflow]\ngroup_size = 1025", "workflow.group_size: Expected"),
         ("[workflow]", "[workflow]\nmax_new_tokens = 1_000_001", "workflow.max_new_tokens"),
         ("[workflow]", f"[workflow]\nsettings.t = '{'x' * 17_000}'", "settings: take 17"),
         ('policies = ["p"]', 'policies = ["p"]\ntemperature = 0.7', "settings.temperature"),
         ('policies = ["p"]', 'policies = ["p"]\ntemperature = 0', "workflow.temperature"),
         ('[workflow]\npolicies = ["p"]', "", "[workflow]: missing"),
+        ("[workflow]", "[evaluations.x]\nitem = 3\n[workflow]", "evaluations.x.item: unknown key"),
+        (
+            "[workflow]",
+            "[evaluations.x]\nsamples = 8\n[workflow]",
+            "evaluations.x.temperature: is 0 (greedy), so all 8 samples",
+        ),
+        (
+            "[workflow]",
+            "[evaluations.x.task]\nsource = 'jsonl'\npath = 'y'\nreward = 'exact'\n[workflow]",
+            "evaluations.x.task.path: /",
+        ),
+        (
+            'source = "reasoning-gym"\ndataset = "chain_sum"',
+            "source = 'mixture'\nparts = [{source = 'reasoning-gym', datasat = 'x'}]",
+            "task.parts[0].datasat: unknown key; known are code, dataset, family",
+        ),
+        (
+            'source = "reasoning-gym"\ndataset = "chain_sum"',
+            "source = 'mixture'\nparts = [{source = 'mixture'}]",
+            "task.parts[0].source: Invalid enum value 'mixture'; allowed are reasoning-gym, jsonl",
+        ),
+        ('dataset = "chain_sum"', 'dataset = "chain_sum"\npath = "x"', "task.path: source = "),
+        ('source = "reasoning-gym"', 'source = "mixture"', "task.parts: missing"),
     ],
 )
 def test_a_wrong_run_file_names_the_key(tmp_path: Path, old: str, new: str, expected: str) -> None:
@@ -165,6 +208,41 @@ def test_a_wrong_run_file_names_the_key(tmp_path: Path, old: str, new: str, expe
     with pytest.raises(ConfigError) as error:
         run_spec(collect([write(tmp_path, RUN.replace(old, new))], (), {})[0], tmp_path)
     assert expected in str(error.value)
+
+
+MIXED = """
+[task]
+source = "mixture"
+parts = [
+    {weight = 3, source = "reasoning-gym", dataset = "chain_sum"},
+    {source = "jsonl", path = "data/facts.jsonl", reward = "exact"},
+    {source = "python", function = "my.tasks:items", reward = "exact", family = "mine"},
+]
+[evaluations.facts]
+samples = 4
+temperature = 1.0
+[evaluations.facts.task]
+source = "jsonl"
+path = "data/facts.jsonl"
+reward = "exact"
+"""
+
+
+def test_files_of_parts_and_evaluations_are_found_beside_the_run_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    (tmp_path / "data").mkdir()
+    facts = tmp_path / "data" / "facts.jsonl"
+    facts.touch()
+    plain = '[task]\nsource = "reasoning-gym"\ndataset = "chain_sum"\n'
+    assert plain in RUN
+    path = write(tmp_path, RUN.replace(plain, MIXED))
+    run = run_spec(collect([path], (), {})[0], tmp_path)
+    assert [part.name for part in run.task.parts] == ["chain_sum", "facts", "mine"]
+    assert [part.weight for part in run.task.parts] == [3.0, 1.0, 1.0]
+    task = run.evaluations["facts"].task
+    assert task is not None
+    assert run.task.parts[1].path == task.path == str(facts)
+    assert run.task.parts[0].path == ""
 
 
 def test_an_agent_of_up_is_checked_like_the_agent_table(tmp_path: Path) -> None:
@@ -219,6 +297,12 @@ def test_a_temperature_that_means_nothing_is_refused(number: float) -> None:
         ((), False),
         (("agent.workflows=['mine:flow']",), True),
         (("local.agents.near.workflows=['mine:flow']",), True),
+        (("workflow.reference=program:mine",), False),
+        (("workflow.reference=program:mine", "agent.programs.mine.command=['x']"), True),
+        (
+            ("workflow.reference=program:mine", "local.agents.far.programs.mine.command=['x']"),
+            True,
+        ),
     ],
 )
 def test_a_workflow_that_no_agent_of_up_offers_is_refused(
@@ -230,7 +314,7 @@ def test_a_workflow_that_no_agent_of_up_offers_is_refused(
     if offered:
         check_workflow(spec, config, agents)
     else:
-        with pytest.raises(ConfigError, match=r"workflow\.reference: no agent offers 'mine:flow'"):
+        with pytest.raises(ConfigError, match=r"workflow\.reference: no agent offers '"):
             check_workflow(spec, config, agents)
 
 

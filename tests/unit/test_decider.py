@@ -75,7 +75,9 @@ class Loop:
             self.clock,
             self.executed.append,
             lambda peer: peer == "many",
+            lambda event: self.prepare(event),
         )
+        self.prepare: Callable[[Event], Event] = lambda event: event
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -136,6 +138,17 @@ async def test_a_row_that_changes_often_between_two_commits_is_taken_once(loop):
     await loop.writer.run(int)
     assert list(loop.store.rows()) == [("job", "a", b"100")]
     assert len(loop.core.taken) < 10
+
+
+@pytest.mark.asyncio
+async def test_the_core_hears_an_event_as_it_was_prepared_in_the_order_of_arrival(loop):
+    """What is prepared may depend on what the core has handled before."""
+    loop.prepare = lambda event: beat(10 * len(loop.core.handled))
+    loop.decider.put(beat(0))
+    loop.decider.put(beat(1))
+    loop.start()
+    await loop.until(lambda: len(loop.core.handled) == 2)
+    assert [event for event, _ in loop.core.handled] == [beat(0), beat(10)]
 
 
 @pytest.mark.asyncio

@@ -14,6 +14,7 @@ from scheduler.core.events import (
     ItemsProduced,
     TaskSourceFailed,
     Tick,
+    Verdict,
 )
 from scheduler.core.settings import CoreSettings
 from scheduler.event_log import (
@@ -34,6 +35,7 @@ from transport.messages import (
     Item,
     Ping,
     StatusRequest,
+    TrajectoriesStored,
 )
 
 EVENTS = [
@@ -46,6 +48,19 @@ EVENTS = [
     FromOperator("op", 7, StatusRequest()),
     ItemsProduced("run", "eval", 5, (Item(index=5, prompt="p", answer="a", meta="{}"),)),
     ItemsProduced("run", "train", 5, ()),
+    ItemsProduced(
+        "run",
+        "train",
+        5,
+        (Item(index=5, prompt="p", answer="a"),),
+        verdicts=(Verdict(filter="solved_out", failed=("m:f",)),),
+    ),
+    FromService(
+        "trajectory-log",
+        TrajectoriesStored(summaries=()),
+        ({"run/solver": Verdict(score=0.5, drawn=True)}, {}),
+    ),
+    FromOperator("op", 7, StatusRequest(), "curators[0].name: no"),
     TaskSourceFailed("run", "task", "t.jsonl:3: prompt: is empty"),
     Tick(),
 ]

@@ -13,7 +13,7 @@ from cloud_trainer.trainer import TrainingSequence
 from edge_agent.config import FakeEngineTable
 from edge_agent.engine import Completion, GenerationRequest, SamplingParams
 from edge_agent.engines.fake import FakeEngine, ServiceTimes
-from edge_agent.engines.fake_policy import END, solve
+from edge_agent.engines.fake_text import END, solve
 from transport.errors import GenerationFailed, ModelError, WeightApplyFailed
 from transport.runtime.clock import ManualClock
 from transport.weights.folder import read_model_folder

@@ -53,7 +53,7 @@ def make_job(*policies: PolicyView, **changes) -> JobView:
             "sequences": 8,
             "tokens_mean": 100.0,
             "tokens_longest": 200.0,
-            "tokens_typical": 200.0,
+            "tokens_likely": 200.0,
             "body_bytes": 1e5,
             "policies": policies or (make_policy(),),
             **changes,
@@ -125,7 +125,7 @@ def test_a_group_that_would_be_too_old_when_trained_on_is_refused(
     rule, lag, finish_s, ahead, bound, accepted
 ):
     policy = make_policy(bound=bound, busy_s=12.0, in_flight=ahead)
-    job = make_job(policy, tokens_longest=0.0, tokens_typical=0.0)
+    job = make_job(policy, tokens_longest=0.0, tokens_likely=0.0)
     candidate = make_candidate(rtt_s=finish_s, lags=(lag,))
     assert (chosen(rule, job, candidate) is not None) is accepted
 
@@ -137,7 +137,7 @@ def test_a_group_that_would_be_too_old_when_trained_on_is_refused(
 def test_batches_that_go_out_before_a_group_is_back_count(rule, lag, finish_s, accepted):
     crowd = {"ready": 64, "running": 64, "in_flight": 100, "rate": 5.0}
     policy = make_policy(bound=2, batch=64, grant_s=9.0, interval_s=15.0, **crowd)
-    job = make_job(policy, tokens_longest=0.0, tokens_typical=0.0)
+    job = make_job(policy, tokens_longest=0.0, tokens_likely=0.0)
     candidate = make_candidate(rtt_s=finish_s, lags=(lag,))
     assert (chosen(rule, job, candidate) is not None) is accepted
 
@@ -166,10 +166,10 @@ def test_groups_that_come_back_later_do_not_go_first(rule):
 
 def test_a_few_very_long_answers_do_not_make_a_typical_group_too_old(rule):
     policy = make_policy(bound=1, busy_s=12.0, in_flight=2, rate=0.1)
-    typical = make_job(policy, tokens_longest=5000.0, tokens_typical=1000.0)
+    typical = make_job(policy, tokens_longest=5000.0, tokens_likely=1000.0)
     assert chosen(rule, typical, make_candidate()) == "a"
     assert (
-        chosen(rule, make_job(policy, tokens_longest=5e3, tokens_typical=5e3), make_candidate())
+        chosen(rule, make_job(policy, tokens_longest=5e3, tokens_likely=5e3), make_candidate())
         is None
     )
 
@@ -183,7 +183,7 @@ def test_what_faster_agents_take_on_in_time_waits_for_them(rule):
     """24 slots of 12 s: 24 / 12 x (24 - 12) x 0.4 = 9.6 groups are kept from those of 24 s."""
     fast = ((12.0, 2.0, 24.0),)
     slow = make_candidate("slow", rtt_s=24.0)
-    job = {"tokens_longest": 0.0, "tokens_typical": 0.0, "absorbers": fast}
+    job = {"tokens_longest": 0.0, "tokens_likely": 0.0, "absorbers": fast}
     policy = make_policy(busy_s=None)
     assert chosen(rule, make_job(policy, queued=9, **job), slow) is None
     assert chosen(rule, make_job(policy, queued=10, **job), slow) == "slow"

@@ -203,6 +203,6 @@ async def test_too_much_to_score_is_refused() -> None:
 
 def test_installed_rewards_are_advertised() -> None:
     assert available_rewards()[0] == "exact"
-    assert set(available_rewards()) <= {"exact", "reasoning-gym", "math-verify"}
+    assert set(available_rewards()) <= {"exact", "reasoning-gym", "math-verify", "code"}
     assert RewardFailed.code == "reward.failed"
     assert RewardTimeout.code == "reward.timeout"

@@ -181,7 +181,9 @@ def test_external_jobs_have_a_bound_of_their_own():
     scene = make_scene(max_queued_jobs=6)
     jobs = [make_job(f"j{n}") for n in range(8)]
     codes = [receipt.code for receipt in submitted(scene, *jobs)]
-    assert codes == [""] * 6 + ["quota.queued"] * 2
+    assert codes == [""] * 5 + ["quota.share"] * 3  # the sixth is for somebody else
+    others = scene.asked(JobSubmit(run="r", jobs=tuple(jobs)), "somebody else").receipts
+    assert [receipt.code for receipt in others] == ["", *["quota.queued"] * 7]
     before = scene.books().submitted
     scene.joined("a", slots=64)
     for offer in scene.live_offers():

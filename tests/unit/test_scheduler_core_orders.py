@@ -144,6 +144,16 @@ def test_an_order_to_drain_goes_out_again_after_a_reconnect(scene):
     assert scene.agent().state == "draining"
 
 
+def test_an_order_to_drain_outlives_the_scheduler_but_not_the_agent(scene):
+    ordered(scene, "drain")
+    scene.restart()
+    effects = scene.joined("a", held=scene.held_by("a"))
+    assert len(messages(effects, DrainOrder, "a")) == 1
+    assert scene.agent().state == "draining"
+    assert not messages(scene.joined("a", incarnation=2), DrainOrder, "a")
+    assert scene.agent().state == "ready"
+
+
 def test_an_agent_that_is_away_cannot_be_told_to_drain(scene):
     scene.wait(13.0)
     assert scene.agent().state == "lost"

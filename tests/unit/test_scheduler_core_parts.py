@@ -1,6 +1,7 @@
 """The small parts of the core: timers, buffer, version tree, estimators, queues."""
 
 import math
+import random
 
 import pytest
 
@@ -241,6 +242,27 @@ def test_a_run_is_expected_to_use_its_length_limit_until_it_is_known_better():
     assert (estimate.tokens_mean, estimate.tokens_longest) == (32, 64)
     estimate.group_done((4, 8), 1000)
     assert (estimate.tokens_mean, estimate.tokens_longest, estimate.body_bytes) == (6, 8, 1000)
+
+
+def test_three_of_four_groups_are_no_longer_than_likely():
+    estimate = RunEstimate(max_new_tokens=16_384, siblings=1)
+    rng = random.Random(1)
+    lengths = [max(1, round(rng.lognormvariate(6.5, 0.9))) for _ in range(4000)]
+    likely = []
+    for length in lengths:
+        estimate.group_done((length,), 1000)
+        likely.append(estimate.tokens_likely)
+    seen = list(zip(lengths[500:], likely[500:], strict=True))
+    within = sum(length <= bound for length, bound in seen) / len(seen)
+    assert 0.7 < within < 0.8
+
+
+def test_groups_of_one_length_are_likely_to_have_it():
+    estimate = RunEstimate(max_new_tokens=64, siblings=2)
+    assert estimate.tokens_likely == 64
+    for _ in range(3):
+        estimate.group_done((5, 20), 1000)
+    assert estimate.tokens_likely == pytest.approx(20.0)
 
 
 def test_open_agents_can_be_cut_from_anywhere():

@@ -1,13 +1,15 @@
 """Several policies in one run: routing, shared groups, independence of each other's trainers."""
 
+from typing import Any
+
 from core_builders import SOLVER, Scene, grants, make_run, make_scene
 
-from transport.messages import BatchRequest, CheckpointReport, StepReport
+from transport.messages import BatchRequest, CheckpointReport, Ping, StepReport
 
 
-def two_policies() -> Scene:
+def two_policies(**changes: Any) -> Scene:
     """judge and solver, both trained, one trainer each, one large agent."""
-    scene = make_scene(run=make_run(policies=("judge", "solver")))
+    scene = make_scene(run=make_run(policies=("judge", "solver"), **changes))
     scene.trainer_joined("u", policy="r/solver")
     scene.joined("a", slots=16, versions={"r/judge": 0, "r/solver": 0})
     return scene
@@ -85,6 +87,65 @@ def test_a_run_with_two_policies_ends_when_both_are_done():
     assert scene.run().state == "running"
     scene.trainer_says(_checkpoint("r/solver", 0, final=True), "u")
     assert scene.run().state == "finished"
+
+
+def test_a_synchronous_run_meets_at_a_barrier_before_every_step():
+    scene = two_policies(mode="sync")
+    for step in range(1, 4):
+        offers = scene.live_offers()
+        assert len(offers) == 2  # a batch and no more, whatever lag is allowed
+        assert all(o.pinned == dict.fromkeys(("r/judge", "r/solver"), step - 1) for o in offers)
+        for offer in offers:
+            scene.finished(offer, versions=both(step - 1))
+        scene.requested(step, policy="r/judge")
+        scene.stepped(step, policy="r/judge")
+        scene.version_stored(step, policy="r/judge")
+        scene.produced(scene.effects)
+        scene.wait(60.0)
+        assert not scene.live_offers()  # the other policy has not trained
+        scene.trainer_says(_request("r/solver", step), "u")
+        scene.trainer_says(_report("r/solver", step), "u")
+        scene.produced(scene.effects)
+        assert not scene.live_offers()  # nor is its version there
+        scene.version_stored(step, policy="r/solver")
+        scene.joined("a", 1, slots=16, versions={"r/judge": step, "r/solver": step})
+        scene.produced(scene.effects)
+    for policy in ("r/judge", "r/solver"):
+        assert (scene.books(policy).expired, scene.books(policy).dropped) == (0, 0)
+
+
+def test_a_synchronous_run_makes_up_for_groups_that_are_lost_to_one_policy():
+    scene = two_policies(mode="sync")
+    first, second = scene.live_offers()
+    scene.finished(first, versions=both())
+    scene.finished(second, versions={"r/judge": (0, 0)})
+    scene.requested(1, policy="r/judge")
+    scene.produced(scene.effects)
+    [third] = scene.live_offers()
+    scene.finished(third, versions=both())
+    assert len(grants(scene.trainer_says(_request("r/solver"), "u"))) == 1
+
+
+def test_a_synchronous_run_goes_on_after_a_restart_and_without_a_trainer_that_is_gone():
+    scene = two_policies(mode="sync")
+    held = scene.live_offers()
+    scene.restart()
+    scene.joined("a", 2, slots=16, versions={"r/judge": 0, "r/solver": 0})
+    scene.produced(scene.effects)
+    again = [offer for offer in scene.live_offers() if offer not in held]
+    assert all(offer.pinned == {"r/judge": 0, "r/solver": 0} for offer in again)
+    for offer in scene.live_offers():
+        scene.finished(offer, versions=both())
+    scene.trainer_joined("t", policy="r/judge", incarnation=2)
+    scene.requested(1, policy="r/judge")
+    scene.stepped(1, policy="r/judge")
+    scene.version_stored(1, policy="r/judge")
+    for _ in range(70):
+        scene.wait(10.0)
+        scene.trainer_says(Ping(sequence=1, sent_s=scene.now))
+        scene.joined("a", 2, slots=16, versions={"r/judge": 1, "r/solver": 0})
+        scene.produced(scene.effects)
+    assert scene.live_offers()  # nobody has heard of the solver's trainer for work_grace_s
 
 
 def _request(policy: str, step: int = 1) -> BatchRequest:

@@ -9,6 +9,7 @@ from farflow.summary import RunSummary, render, repeated, summarise
 from transport.status import (
     AccountingRow,
     AgentStatus,
+    EvaluationStatus,
     PolicyStatus,
     RunStatus,
     SchedulerStatus,
@@ -30,7 +31,8 @@ def agent(**changes):
 def summary(*, agents=None, row=None, lineage=LINEAGE, reason="completed", **run) -> RunSummary:
     policy = PolicyStatus(
         policy=POLICY, trainer="done", step=2, steps=2, head_version=2, head_digest="aa",
-        checkpoint_step=2, buffered_groups=0, last_step=None, evaluations=(),
+        checkpoint_step=2, buffered_groups=0, last_step=None,
+        evaluations=run.get("evaluations", ()),
     )  # fmt: skip
     row = row or AccountingRow(policy=POLICY, kind="train", submitted=4, trained=3, expired=1)
     state = RunStatus(
@@ -94,3 +96,33 @@ def test_brackets_in_a_reason_are_shown_as_they_are():
 
 def test_repeated_jobs_are_found_within_and_across_steps():
     assert repeated([(1, ("a", "b", "b")), (2, ("c", "a"))]) == ("a", "b")
+
+
+def evaluated(name: str, version: int, accuracy: float, **changes) -> EvaluationStatus:
+    facts = {"policy": POLICY, "step": version, "items": 8, "scored": 8, "done": True}
+    return EvaluationStatus(
+        **{"name": name, "version": version, "accuracy": accuracy, **facts, **changes}
+    )
+
+
+def test_every_evaluation_is_summed_up_from_its_first_to_its_last():
+    maths = {"samples": 4, "pass_at": {"1": 0.5, "4": 0.875}}
+    found = summary(
+        evaluations=(
+            evaluated("maths", 0, 0.25, samples=4, pass_at={"1": 0.25, "4": 0.5}),
+            evaluated("held-out", 0, 0.125),
+            evaluated("maths", 2, 0.5, **maths),
+            evaluated("held-out", 2, 0.625),
+            evaluated("maths", 2, 0.0, done=False),
+        )
+    )
+    [policy] = found.policies
+    assert (policy.accuracy_before, policy.accuracy_after) == (0.125, 0.625)
+    assert [(e.name, e.accuracy_before, e.accuracy_after) for e in policy.evaluations] == [
+        ("held-out", 0.125, 0.625),
+        ("maths", 0.25, 0.5),
+    ]
+    shown = next(line for line in text(found).splitlines() if "maths" in line)
+    for expected in ("25.0 %", "50.0 %", "1: 50.0 %, 4: 87.5 %"):
+        assert expected in shown
+    assert "evaluations" not in text(summary(evaluations=(evaluated("held-out", 2, 0.625),)))

@@ -1,15 +1,13 @@
 """The torch trainer: the right gradient, exact resume, exact publication, nothing non-finite."""
 
-import random
-
 import msgspec
 import numpy as np
 import pytest
 from torch_models import random_gpt2, random_qwen3
+from training_groups import groups_of
 
 from cloud_trainer.advantages import group_advantages
 from cloud_trainer.torch_trainer import TorchTrainer
-from cloud_trainer.trainer import TrainingSequence
 from transport.errors import ConfigError, LocalProtocolError, ModelError
 from transport.weights.folder import read_model_folder
 
@@ -30,30 +28,6 @@ def trainer_of(folder, **settings):
     trainer = TorchTrainer({"lr": 1e-3, "warmup_steps": 0, **settings})
     trainer.load(folder)
     return trainer
-
-
-def groups_of(seed, *, groups=3, siblings=4, logprob=-4.0):
-    """Random groups; a sequence is rewarded when its first token is below 160."""
-    rng = random.Random(seed)
-    made = []
-    for number in range(groups):
-        prompt = tuple(rng.randrange(5, 317) for _ in range(rng.randint(1, 9)))
-        group = []
-        for _ in range(siblings):
-            tokens = tuple(rng.randrange(5, 317) for _ in range(rng.randint(1, 6)))
-            group.append(
-                TrainingSequence(
-                    group=f"g{number}",
-                    prompt_tokens=prompt,
-                    tokens=tokens,
-                    logprobs=tuple(logprob + rng.gauss(0, 0.1) for _ in tokens),
-                    versions=(0,) * len(tokens),
-                    loss_mask=tuple(rng.random() < 0.9 for _ in tokens),
-                    reward=float(tokens[0] < 160),
-                )
-            )
-        made.append(group)
-    return made
 
 
 def equal_arrays(one, other):

@@ -326,6 +326,29 @@ def test_a_refusal_is_repeated_as_often_as_the_group_is_granted() -> None:
     assert said(feed(core, 9.0, on.Tick()), wire.GroupUnusable) == [refusal]
 
 
+def test_a_job_of_the_lineage_is_trained_on_again_only_as_a_replay() -> None:
+    core = TrainerCore(
+        CoreSettings(policy=POLICY, incarnation=3, build="test"),
+        StartPosition(step=1, version=1),
+        trained=TrainedJobs([make_ref(1).job]),
+    )
+    feed(core, 0.0, on.Tick(), welcome(), on.ModelReady())
+    known, unknown = make_ref(1, replay=True), make_ref(3, replay=True)
+    effects = feed(core, 0.0, grant(2, make_ref(2), known, unknown))
+    refused = said(effects, wire.GroupUnusable)
+    assert [(r.job, r.code) for r in refused] == [(unknown.job, "group.not_trained")]
+    assert [r.digests for r in said(effects, wire.BodyRequest)] == [("digest-2", "digest-1")]
+
+    feed(core, 0.0, grant(2, make_ref(2), known))
+    for ref in (make_ref(2), known):
+        body = wire.Body(digest=ref.digest, found=True)
+        checked = on.BodyChecked(digest=ref.digest, job=ref.job, size_bytes=100, trainable_tokens=5)
+        feed(core, 0.0, on.FromTrajectoryLog(message=body), checked)
+    feed(core, 0.0, on.StepFinished(step=2))
+    # The lineage counts what is trained on for the first time.
+    assert [entry.jobs for entry in core.checkpoints.trained] == [(make_ref(2).job,)]
+
+
 def test_a_job_of_the_lineage_is_never_trained_on_again() -> None:
     core = TrainerCore(
         CoreSettings(policy=POLICY, incarnation=1, build="test"),

@@ -1,20 +1,39 @@
 """Small parts of the trainer daemon: bodies, metrics, ranks, home."""
 
+import contextlib
 import json
 import queue
 import threading
 from pathlib import Path
 
+import msgpack
 import msgspec
 import numpy as np
 import pytest
 
 from cloud_trainer.bodies import check_body, training_group
+from cloud_trainer.config import TrainerTable
+from cloud_trainer.factory import make_trainer
 from cloud_trainer.home import TrainerHome
 from cloud_trainer.numpy_trainer import NumpyTrainer, make_numpy_model
-from cloud_trainer.ranks import LeadTrainer, Order, follow, ranks_from
+from cloud_trainer.process_group import ranks_from
+from cloud_trainer.ranks import (
+    AnyOrder,
+    CloseOrder,
+    IdleOrder,
+    LeadTrainer,
+    LoadOrder,
+    MakeOrder,
+    PublishOrder,
+    RestoreOrder,
+    StateOrder,
+    StepOrder,
+    follow,
+)
+from cloud_trainer.spread import ShardedOverRanks
 from cloud_trainer.tracking import MetricsFile
 from transport.errors import ConfigError, StoreError
+from transport.runs import PolicySpec
 from transport.runtime.clock import ManualClock
 from transport.trajectory import SequenceRecord, TrajectoryGroup, body_digest, pack
 from transport.weights.digest import state_digest
@@ -51,15 +70,18 @@ def make_group() -> TrajectoryGroup:
 # ---- bodies --------------------------------------------------------------------------------------
 
 
-def test_only_tokens_of_the_trained_policy_are_unmasked_and_no_sibling_is_lost() -> None:
-    first, second = training_group(make_group(), "run/solver")
+def test_a_policy_gets_the_sequences_with_tokens_of_its_own_and_those_unmasked() -> None:
+    (first,) = training_group(make_group(), "run/solver")
     assert first.prompt_tokens == (3,)
     assert first.tokens == (10, 11, 12, 13)
     assert first.loss_mask == (True, False, False, True)
     assert first.versions == (7, 3, 0, 8)
     assert first.logprobs == (-0.5, -1.5, 0.0, -2.0)
     assert (first.reward, first.group) == (1.0, "run/t-000004")
-    assert second.loss_mask == (False,)
+    first, second = training_group(make_group(), "run/judge")
+    assert first.loss_mask == (False, True, False, False)
+    assert second.loss_mask == (True,)
+    assert training_group(make_group(), "run/other") == ()
 
 
 def test_a_good_body_is_described_for_the_core() -> None:
@@ -68,7 +90,7 @@ def test_a_good_body_is_described_for_the_core() -> None:
     assert checked.event.code == ""
     assert (checked.event.job, checked.event.size_bytes) == ("run/t-000004", len(data))
     assert checked.event.trainable_tokens == 2
-    assert len(checked.group) == 2
+    assert len(checked.group) == 1
     assert check_body(body_digest(data), data, "run/other").event.trainable_tokens == 0
 
 
@@ -144,49 +166,104 @@ def test_a_line_torn_by_a_crash_does_not_spoil_the_next(tmp_path: Path) -> None:
 
 
 class QueueRanks:
-    """Two ranks in one process."""
+    """Several ranks in one process."""
 
-    world_size = 2
+    device = "cpu"
 
-    def __init__(self, rank: int, orders: "queue.Queue[Order]") -> None:
+    def __init__(self, rank: int, orders: "queue.Queue[AnyOrder]", world_size: int = 2) -> None:
         self.rank = rank
+        self.world_size = world_size
         self._orders = orders
 
-    def send(self, order: Order) -> None:
+    def turn(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def send(self, order: AnyOrder) -> None:
         self._orders.put(order)
 
-    def receive(self) -> Order:
+    def receive(self) -> AnyOrder:
         return self._orders.get(timeout=10)
 
 
 def test_followers_make_every_call_of_rank_0_and_end_with_it(tmp_path: Path) -> None:
     model = make_numpy_model(tmp_path / "model")
-    orders: queue.Queue[Order] = queue.Queue()
-    follower = NumpyTrainer({"lr": 0.1})
-    thread = threading.Thread(target=follow, args=(QueueRanks(1, orders), follower))
+    orders: queue.Queue[AnyOrder] = queue.Queue()
+    made: list[NumpyTrainer] = []
+
+    def make(spec: PolicySpec) -> NumpyTrainer:
+        made.append(NumpyTrainer(spec.settings))
+        return made[-1]
+
+    thread = threading.Thread(target=follow, args=(QueueRanks(1, orders), make))
     thread.start()
-    leader = LeadTrainer(NumpyTrainer({"lr": 0.1}), QueueRanks(0, orders))
+    spec = PolicySpec(model=str(model), trainer="numpy", settings={"lr": 0.1})
+    ranks = QueueRanks(0, orders)
+    leader = LeadTrainer(NumpyTrainer(spec.settings), ranks, spec)
     leader.load(model)
     groups = [training_group(make_group(), "run/solver")]
     leader.step(groups)
-    arrays, meta = leader.state_dict()
-    leader.step(groups)
-    leader.load_state_dict(arrays, meta)
+    leader.state_dict()
     leader.step(groups)
     weights = state_digest(leader.published_state())
     leader.export(tmp_path / "leader")
-    leader.close()
+    ranks.send(CloseOrder())
     thread.join(10)
     assert not thread.is_alive()
+    (follower,) = made
     assert follower.step_count == leader.step_count == 2
     assert state_digest(follower.published_state()) == weights
 
 
-def test_one_rank_needs_no_others_and_several_are_refused() -> None:
+def test_ranks_are_those_of_the_environment() -> None:
     assert ranks_from({}).world_size == 1
     assert ranks_from({"WORLD_SIZE": "1"}).rank == 0
-    with pytest.raises(ConfigError, match="FSDP2"):
-        ranks_from({"WORLD_SIZE": "4", "RANK": "0"})
+    two = {"WORLD_SIZE": "2", "RANK": "0"}
+    for environment, device, message in (
+        ({"WORLD_SIZE": "many"}, "cpu", "WORLD_SIZE: 'many' is no number"),
+        ({"WORLD_SIZE": "2"}, "cpu", "RANK: -1 is none of 2"),
+        ({**two, "RANK": "2"}, "cpu", "RANK: 2 is none of 2"),
+        (two, "cuda:1", "one device for 2 ranks; write 'cuda'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ranks_from(environment, device=device)
+
+
+def test_orders_are_plain_messagepack() -> None:
+    groups = (training_group(make_group(), "run/solver"),)
+    spec = PolicySpec(model="model", settings={"lr": 0.1, "lora": {"rank": 4}})
+    for order in (
+        MakeOrder(spec=spec),
+        LoadOrder(folder="/models/a"),
+        RestoreOrder(meta={"updates": 3, "rng": [1, 2]}),
+        StepOrder(groups=groups),
+        PublishOrder(),
+        StateOrder(),
+        IdleOrder(),
+        CloseOrder(),
+    ):
+        data = msgspec.msgpack.encode(order)
+        assert msgspec.msgpack.decode(data, type=AnyOrder) == order
+        assert msgpack.unpackb(data)["type"] == type(order).__name__
+
+
+@pytest.mark.parametrize(("work", "ranks"), [(0, 2), (1, 3), (5, 2), (6, 3), (7, 4)])
+def test_every_rank_does_as_many_pieces_and_every_piece_is_done_once(work: int, ranks: int) -> None:
+    pieces = [f"piece {number}" for number in range(work)]
+    shares = [
+        ShardedOverRanks(QueueRanks(rank, queue.Queue(), ranks)).share(pieces, lambda piece: "")
+        for rank in range(ranks)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    done = sorted(piece for share in shares for piece in share)
+    assert [piece for piece in done if piece] == pieces
+    assert len(done) - len(pieces) < ranks
+
+
+def test_a_trainer_of_one_process_is_not_shared_by_several_ranks() -> None:
+    spec = PolicySpec(model="model", trainer="numpy")
+    ranks = QueueRanks(0, queue.Queue())
+    with pytest.raises(ConfigError, match=r"trainer\.ranks: 2 ranks, but trainer = 'numpy'"):
+        make_trainer(spec, TrainerTable(policy="run/solver"), ranks)
 
 
 # ---- home ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import hashlib
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from transport.errors import (
     SizeLimitExceeded,
     TruncatedBlob,
 )
+from transport.summaries import summary_fault
 from transport.trajectory import (
     SequenceRecord,
     TrajectoryGroup,
@@ -130,6 +132,42 @@ def test_a_summary_tells_the_age_per_policy_and_skips_tool_output() -> None:
     assert summary.rewards == (1.0, -0.125, 0.0)
     assert (summary.prompt_tokens, summary.size_bytes) == (3, len(data))
     assert (summary.attempt, summary.fence) == ("arithmetic/t-000041#2", (2, 9))
+
+
+def test_a_summary_tells_what_was_cut_off_and_who_drew_in_which_sequences() -> None:
+    result = two_siblings()
+    data = pack(result)
+    summary = summarise(result, data, fence=(2, 9), queued_s=0.25, generating_s=1.5)
+    cut_off = sum(s.finish_reason == "length" for s in result.sequences)
+    assert summary.truncated == cut_off > 0
+    drew = {
+        policy: tuple(
+            place
+            for place, s in enumerate(result.sequences)
+            if any(index == number for _, index, _ in s.segments)
+        )
+        for number, policy in enumerate(result.policies)
+    }
+    assert summary.members == {name: places for name, places in drew.items() if len(places) < 3}
+    assert summary_fault(msgspec.structs.replace(summary, size_bytes=1)) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"truncated": -1}, "truncated"),
+        ({"truncated": 4}, "truncated"),
+        ({"members": {"arithmetic/solver": ()}}, "members"),
+        ({"members": {"arithmetic/solver": (1, 0)}}, "members"),
+        ({"members": {"arithmetic/solver": (0, 3)}}, "members"),
+        ({"members": {"arithmetic/solver": (-1, 0)}}, "members"),
+        ({"members": {"arithmetic/nobody": (0,)}}, "members"),
+    ],
+)
+def test_a_summary_whose_counts_do_not_add_up_is_refused(fields, words) -> None:
+    result = two_siblings()
+    summary = summarise(result, pack(result), fence=(2, 9), queued_s=0.25, generating_s=1.5)
+    assert words in summary_fault(msgspec.structs.replace(summary, **fields))
 
 
 @pytest.mark.parametrize(

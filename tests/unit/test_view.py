@@ -15,6 +15,7 @@ from farflow.view import (
     alert_lines,
     clock_text,
     demand_lines,
+    evaluation_line,
     overview,
     printable,
     screen,
@@ -27,6 +28,8 @@ from transport.status import (
     AgentStatus,
     Alert,
     DemandStatus,
+    EvaluationStatus,
+    PolicyStatus,
     RunStatus,
     SchedulerStatus,
 )
@@ -204,3 +207,44 @@ def test_events_have_the_time_of_day_and_may_be_of_one_kind() -> None:
 
 def test_what_comes_from_outside_does_not_steer_the_terminal() -> None:
     assert printable("a\x1b[2Jb\r\nc\td\u200b") == "a·[2Jb··c\td·"
+
+
+def evaluated(name: str, version: int, accuracy: float, **changes: Any) -> EvaluationStatus:
+    facts = {"policy": "r/p", "step": version, "items": 20, "scored": 20, "done": True}
+    return EvaluationStatus(
+        **{"name": name, "version": version, "accuracy": accuracy, **facts, **changes}
+    )
+
+
+def with_evaluations(*found: EvaluationStatus) -> str:
+    policy = PolicyStatus(
+        policy="r/p", trainer="training", step=4, steps=9, head_version=4, head_digest="",
+        checkpoint_step=0, buffered_groups=0, last_step=None, evaluations=found,
+    )  # fmt: skip
+    run = RunStatus(name="r", state="running", reason="", policies=(policy,), accounting=())
+    return drawn(status(runs=(run,)))
+
+
+def test_evaluations_have_a_row_each_where_there_is_more_to_say_than_held_out() -> None:
+    plain = [evaluated("held-out", 0, 0.25), evaluated("held-out", 4, 0.5)]
+    text = with_evaluations(*plain)
+    assert "25.0 % → 50.0 % (v4)" in text
+    assert "evaluations of run" not in text
+    chances = {"samples": 4, "pass_at": {"1": 0.375, "4": 0.75}}
+    running = evaluated("maths", 4, 0.0, done=False, scored=3, samples=4)
+    text = with_evaluations(*plain, evaluated("maths", 0, 0.375, **chances), running)
+    assert "evaluations of run r" in text
+    row = next(line for line in text.splitlines() if "maths" in line)
+    for expected in ("37.5 %", "pass@1 37.5 %, pass@4 75.0 %", "v4: 3 of 20 items"):
+        assert expected in row
+
+
+def test_a_finished_evaluation_is_a_line_with_its_name_and_answers() -> None:
+    assert evaluation_line(evaluated("held-out", 4, 0.5)) == (
+        "evaluation p v4 accuracy 50.0 % over 20 held-out items"
+    )
+    found = evaluated("maths", 4, 0.5, samples=2, pass_at={"1": 0.5, "2": 0.75})
+    assert evaluation_line(found) == (
+        "evaluation maths p v4 accuracy 50.0 % over 20 items of 2 answers each,"
+        " pass@1 50.0 %, pass@2 75.0 %"
+    )

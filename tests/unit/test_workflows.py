@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from workflow_bench import JUDGE, SOLVER, Bench, crash, offer
 
 from edge_agent.core.effects import RunAttempt
 from edge_agent.core.events import GroupGenerated, GroupSpooled
-from edge_agent.engines.fake_policy import CHARACTERS
+from edge_agent.engines.fake_text import CHARACTERS
 from edge_agent.rewards import RewardPool
 from edge_agent.spool import Spool
 from edge_agent.workflow import (
@@ -24,9 +22,8 @@ from edge_agent.workflow import (
     WorkflowContext,
     WorkflowFunction,
     load_workflow,
-    workflow,
 )
-from transport.errors import ConfigError, GenerationFailed
+from transport.errors import GenerationFailed
 from transport.messages import Item, RewardSpec
 
 
@@ -376,7 +373,9 @@ async def test_a_wrong_signature_ends_its_attempt(bench: Bench) -> None:
     [
         ({"prompt_tokens": [[1]]}, "workflow.malformed", "does not add up"),
         ({"parts": 3}, "workflow.malformed", "the parts 3"),
-        ({"prompt_tokens": ("a",)}, "protocol.local", "does not fit"),
+        ({"prompt_tokens": ("a",)}, "workflow.malformed", "does not add up"),
+        ({"prompt_tokens": 3}, "workflow.malformed", "does not add up"),
+        ({"parts": ("a",)}, "workflow.malformed", "no policy generated"),
         ({"finish_reason": object()}, "attempt.error", "object"),
     ],
 )
@@ -394,6 +393,18 @@ async def test_a_result_of_wrong_types_ends_its_attempt(
 
 
 @pytest.mark.asyncio
+async def test_tokens_that_are_none_end_their_attempt(bench: Bench) -> None:
+    async def odd(context: WorkflowContext, item: Item) -> list[Rollout]:
+        (one,) = await context.policy().generate(item.prompt)
+        parts = (one, Observed(tokens=(2**40,)))
+        return [msgspec.structs.replace(Rollout.of(one, 0.0), parts=parts)]
+
+    failed = crash(await bench.run(odd, group_size=1))
+    assert failed.code == "protocol.local"
+    assert "does not fit" in failed.detail
+
+
+@pytest.mark.asyncio
 async def test_a_group_that_fits_in_no_frame_says_what_to_lower(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,11 +415,15 @@ async def test_a_group_that_fits_in_no_frame_says_what_to_lower(
         (one,) = await context.policy().generate(item.prompt)
         noise = Observed(tokens=tuple(rng.integers(0, 2**32, 2**20).tolist()))
         rollout = Rollout(
-            prompt_tokens=(), parts=(one, noise), text="", finish_reason="stop", reward=0.0
+            prompt_tokens=one.prompt_tokens,
+            parts=(one, noise),
+            text="",
+            finish_reason="stop",
+            reward=0.0,
         )
         return [rollout] * context.group_size
 
-    failed = crash(await bench.run(huge, group_size=2))
+    failed = crash(await bench.run(huge, group_size=2, max_new_tokens=2**15))
     assert failed.code == "integrity.size"
     assert "lower group_size" in failed.detail
 
@@ -449,63 +464,3 @@ async def test_an_abort_during_the_write_lets_it_finish_and_reports_it(bench: Be
             await asyncio.sleep(0)
         await runner.close()
     assert isinstance(bench.events[-1], GroupSpooled)
-
-
-# ---- registration ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    path = tmp_path / "farflow_test_workflows.py"
-    path.write_text(
-        "from edge_agent.workflow import workflow\n"
-        "@workflow('renamed')\n"
-        "async def original(context, item):\n    return []\n"
-        "async def plain(context, item):\n    return []\n"
-        "def not_async(context, item):\n    return []\n"
-    )
-    (tmp_path / "farflow_broken_workflows.py").write_text("async def f(\n")
-    (tmp_path / "farflow_leaving_workflows.py").write_text("raise SystemExit(3)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield path
-    sys.modules.pop("farflow_test_workflows", None)
-
-
-def test_references_find_registered_names_and_plain_functions(user_module: Path) -> None:
-    renamed = load_workflow("farflow_test_workflows:renamed")
-    plain = load_workflow("farflow_test_workflows:plain")
-    assert renamed.function.__name__ == "original"
-    assert plain.function.__name__ == "plain"
-    assert renamed.fingerprint == plain.fingerprint
-    assert renamed.reference == "farflow_test_workflows:renamed"
-
-
-@pytest.mark.parametrize(
-    ("reference", "words"),
-    [
-        ("unheard_of", "shipped are single_turn"),
-        ("no_such_module_here:f", "'no_such_module_here:f'.*pip install"),
-        ("farflow_broken_workflows:f", "'farflow_broken_workflows:f'.*was never closed"),
-        ("farflow_leaving_workflows:f", r"SystemExit\(3\)"),
-        (":f", "module:function"),
-        (".relative:f", "module:function"),
-        ("farflow_test_workflows:", "module:function"),
-        ("farflow_test_workflows:missing", "no async function 'missing'"),
-        ("farflow_test_workflows:not_async", "no async function 'not_async'"),
-    ],
-)
-def test_unknown_references_are_explained(user_module: Path, reference: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        load_workflow(reference)
-
-
-def test_the_fingerprint_follows_the_source(user_module: Path) -> None:
-    before = load_workflow("farflow_test_workflows:plain").fingerprint
-    user_module.write_text(user_module.read_text() + "# changed\n")
-    sys.modules.pop("farflow_test_workflows")
-    assert load_workflow("farflow_test_workflows:plain").fingerprint != before
-    assert load_workflow("single_turn").fingerprint == load_workflow("single_turn").fingerprint
-
-
-def test_the_decorator_gives_the_function_back() -> None:
-    assert workflow("x")(nothing) is nothing

@@ -15,6 +15,7 @@ from transport.messages.base import (
     SignerCertificate,
     VersionRef,
 )
+from transport.runs import CodeReward
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -101,16 +102,18 @@ class PartialRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How a response is scored: a verifier of the data set, exact match or math-verify."""
+    """How a response is scored: a verifier of the data set, exact match, math-verify, or the item's
+    unit tests, run as ``code`` says."""
 
-    name: Literal["reasoning-gym", "exact", "math-verify"]
+    name: Literal["reasoning-gym", "exact", "math-verify", "code"]
     dataset: str = ""
+    code: CodeReward | None = None
 
 
 class LeaseOffer(Message, frozen=True, kw_only=True):
     """One attempt of a job. ``resume`` names turns that an earlier attempt had finished.
-    Training jobs hold one item and ``group_size`` siblings, evaluations several items with one
-    sequence each. ``pinned`` policies must be used at exactly that version, ``at_least`` at
+    Each of ``items`` gets ``group_size`` siblings: training jobs hold one item, evaluations several
+    of one ``reward``. ``pinned`` policies must be used at exactly that version, ``at_least`` at
     that or a descendant."""
 
     attempt: str

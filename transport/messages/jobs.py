@@ -48,7 +48,7 @@ class JobSubmit(Message, frozen=True, kw_only=True):
 class JobReceipt(msgspec.Struct, frozen=True, kw_only=True):
     """``known``: it was submitted before, exactly so. A refused one has a stable ``code``:
     ``job.conflict``, ``job.invalid``, ``job.unknown`` (of a cancel), ``quota.queued``,
-    ``quota.results``, ``run.unknown``, ``run.finished``."""
+    ``quota.share``, ``quota.results``, ``run.unknown``, ``run.finished``."""
 
     id: str
     state: Literal["queued", "known", "refused"]

@@ -12,7 +12,9 @@ from transport.messages.base import Count, Id, Message
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     """All that the scheduler sees of a group's result. ``versions`` gives per policy id the
     oldest and newest version that drew a token; ``agent`` is filled in by the trajectory log
-    from the key of the link."""
+    from the key of the link. ``truncated`` counts the sequences that were cut off at their limit;
+    ``members`` are, per policy id, the places of the sequences that hold tokens of it, where not
+    all do."""
 
     attempt: str
     fence: Fence
@@ -26,6 +28,8 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     queued_s: float
     generating_s: float
     agent: str = ""
+    truncated: int = 0
+    members: dict[str, tuple[int, ...]] = {}
 
 
 class TrajectoriesStored(Message, frozen=True, kw_only=True):

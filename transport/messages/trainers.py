@@ -18,12 +18,14 @@ class BatchRequest(Message, frozen=True, kw_only=True):
 
 
 class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A granted group: where its body is and how old its oldest token is."""
+    """A granted group: where its body is and how old its oldest token is. ``replay``: the lineage
+    was trained on it before, and is to be again."""
 
     job: str
     digest: str
     size_bytes: int
     policy_lag: int
+    replay: bool = False
 
 
 class BatchGrant(Message, frozen=True, kw_only=True):

@@ -109,8 +109,10 @@ async def start_talk(
     stdout: int = PIPE,
     stderr: int = PIPE,
     environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
 ) -> Talk:
-    """Starts a program; ``environment`` replaces ours. Raises ``OSError`` when it cannot be run."""
+    """Starts a program, in ``folder`` if given; ``environment`` replaces ours. Raises ``OSError``
+    when it cannot be run."""
     _, talk = await asyncio.get_running_loop().subprocess_exec(
         Talk,
         *argv,
@@ -118,6 +120,7 @@ async def start_talk(
         stdout=stdout,
         stderr=stderr,
         env=environment,
+        cwd=folder,
         start_new_session=True,
     )
     return talk

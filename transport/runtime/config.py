@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -34,6 +34,7 @@ TABLES = frozenset(
         "task",
         "workflow",
         "evaluation",
+        "evaluations",
         "local",
         "links",
     }
@@ -203,6 +204,9 @@ def _strict(value: Any, kind: Any, where: str) -> Any:
                             f"{error}; or is one of these meant: {others}?"
                         ) from error
             return {k: _strict(v, item, f"{where}.{k}".lstrip(".")) for k, v in value.items()}
+        entry = _list_entry(kind)
+        if entry is not None and isinstance(value, list):
+            return [_strict(each, entry, f"{where}[{n}]") for n, each in enumerate(value)]
         return value
     fields = {field.encode_name: field for field in msgspec.structs.fields(struct)}
     result = {}
@@ -233,10 +237,19 @@ def _mapping_value(kind: Any) -> Any | None:
     return None
 
 
+def _list_entry(kind: Any) -> Any | None:
+    """The Struct that a tuple of any length holds, with or without bounds on the length."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    return get_args(kind)[0] if get_origin(kind) is tuple and ... in get_args(kind) else None
+
+
 def _type_at(kind: Any, path: str) -> Any:
     """The type at a path in msgspec's form, as in ``.relays[0].name`` or ``.links[...].rate``."""
     for part in _PART.findall(path):
         if part.startswith("["):
+            if get_origin(kind) is Annotated:
+                kind = get_args(kind)[0]
             kind = next((a for a in reversed(getattr(kind, "__args__", ())) if a is not ...), None)
             continue
         struct = _struct_of(kind)

@@ -42,6 +42,11 @@ class Serve(Protocol[C_contra]):
     ) -> Coroutine[Any, Any, int]: ...
 
 
+Launch = Callable[[tuple[str, ...], tuple[str, ...], bool], int | None]
+"""Given the files, the overrides and whether to stop at the end of input: the exit status of the
+processes that were the daemon instead of this one, None when this one is to be it."""
+
+
 @contextlib.contextmanager
 def foreseen_errors(program: str) -> Iterator[None]:
     """Ends the process with what ``program`` has to say about an error that farflow foresees."""
@@ -61,9 +66,10 @@ def daemon_command(
     *,
     help: str,
     name: str = "run",
+    launch: Launch | None = None,
 ) -> click.Command:
     """The command that runs a daemon. ``load`` imports its settings' type and what runs it;
-    ``component`` names it in logs and errors."""
+    ``component`` names it in logs and errors; ``launch`` may run it in other processes."""
 
     @click.command(name, help=help)
     @click.option(
@@ -85,7 +91,9 @@ def daemon_command(
     def command(files: tuple[str, ...], overrides: tuple[str, ...], stop_on_eof: bool) -> None:
         verify_origin()
         with foreseen_errors(component):
-            status = _run(component, load, files, overrides, stop_on_eof)
+            status = None if launch is None else launch(files, overrides, stop_on_eof)
+            if status is None:
+                status = _run(component, load, files, overrides, stop_on_eof)
         raise SystemExit(status)
 
     return command

@@ -188,12 +188,19 @@ def vocabulary_of(model: "PreTrainedModel") -> int:
     return int(embedding.weight.shape[0])
 
 
+def torch_type(dtype: str) -> "torch.dtype":
+    """What torch calls a safetensors type of floating-point numbers."""
+    import torch
+
+    found: torch.dtype = getattr(torch, _TORCH_NAMES[dtype])
+    return found
+
+
 def published_tensor(values: "torch.Tensor", dtype: str) -> TensorBytes:
     """A copy of ``values`` in the safetensors type ``dtype``, rounded to nearest even."""
     import torch
 
-    target = getattr(torch, _TORCH_NAMES[dtype])
-    copied = values.detach().to(device="cpu", dtype=target, copy=True).contiguous()
+    copied = values.detach().to(device="cpu", dtype=torch_type(dtype), copy=True).contiguous()
     flat = copied.reshape(-1).view(torch.uint8).numpy()
     return TensorBytes(dtype, tuple(values.shape), memoryview(flat.data).toreadonly())
 

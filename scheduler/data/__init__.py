@@ -1,0 +1,1 @@
+"""Data algorithms: what becomes of groups and items, as small functions that a run names."""

@@ -1,0 +1,145 @@
+"""The shipped workflow of a solver and its verifier."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from scripted_engine import ScriptedEngine
+from workflow_bench import JUDGE, SOLVER, Bench, crash
+
+from edge_agent.engine import Completion, GenerationRequest
+from edge_agent.engines.fake import FakeEngine
+from edge_agent.engines.fake_text import decode_text
+from edge_agent.workflow import load_workflow
+from transport.messages import Item
+
+FLOW = load_workflow("solve_and_verify")
+OFFER = {"policies": {"solver": SOLVER, "verifier": JUDGE}, "settings": {}, "max_new_tokens": 16}
+NAMES = {"solver": "author", "verifier": "critic"}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path).promising(FLOW.rollouts)
+
+
+async def run(bench: Bench, **changes: Any) -> Any:
+    return await bench.run(FLOW.function, **{**OFFER, **changes})
+
+
+def said(bench: Bench, prompts: bool = False) -> list[str]:
+    group = bench.group()
+    return [decode_text(group.prompts[s.prompt] if prompts else s.tokens) for s in group.sequences]
+
+
+@pytest.mark.asyncio
+async def test_both_learn_from_rewards_of_their_own(bench: Bench) -> None:
+    await run(bench, group_size=8)
+    group = bench.group()
+    assert group.policies == (JUDGE, SOLVER)
+    texts, read = said(bench), said(bench, prompts=True)
+    verdicts = set()
+    for number in range(8):
+        answer, verdict = group.sequences[number], group.sequences[8 + number]
+        assert {policy for _, policy, _ in answer.segments} == {1}
+        assert {policy for _, policy, _ in verdict.segments} == {0}
+        assert answer.reward == float(texts[number] == "7")
+        assert read[8 + number] == f"3 + 4 = {texts[number]}? Answer Yes or No."
+        right = (texts[8 + number] == "Yes") == (texts[number] == "7")
+        assert verdict.reward == float(right)
+        verdicts.add(verdict.reward)
+    assert {s.reward for s in group.sequences[:8]} == verdicts == {0.0, 1.0}, "all cases came up"
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_returns_the_answers_alone(bench: Bench) -> None:
+    items = tuple(Item(index=n, prompt=f"{n} + 1 =", answer=str(n + 1)) for n in range(5))
+    await run(bench, kind="eval", items=items, group_size=1, temperature=0.0)
+    group = bench.group()
+    assert [s.prompt for s in group.sequences] == list(range(5))
+    assert {policy for s in group.sequences for _, policy, _ in s.segments} == {1}
+
+
+@pytest.mark.asyncio
+async def test_names_and_words_are_settings(bench: Bench) -> None:
+    words = {"yes": "NO", "no": "yes", "question": "Is it {answer}? {prompt} {answer}?"}
+    policies = {"author": SOLVER, "critic": JUDGE}
+    settings = {**NAMES, **words, "verdict_tokens": 16}
+    await run(bench, policies=policies, settings=settings, group_size=4)
+    texts, read = said(bench), said(bench, prompts=True)
+    for number in range(4):
+        answer, verdict = texts[number], texts[4 + number]
+        assert read[4 + number] == f"Is it {answer}? 3 + 4 = {answer}?"
+        assert bench.group().sequences[4 + number].reward == float(
+            (verdict == "No") == (answer == "7")
+        )
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_is_not_read_as_a_template(bench: Bench) -> None:
+    items = (Item(index=0, prompt="{answer} {prompt} 1 + 1 =", answer="2"),)
+    await run(bench, items=items, group_size=1)
+    answer, _ = said(bench)
+    assert said(bench, prompts=True)[1].startswith(f"{{answer}} {{prompt}} 1 + 1 = {answer}?")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"yes": ""}, "yes"),
+        ({"verdict": 3}, "verdict"),
+        ({"best_of": 0}, "best_of"),
+        ({"verifier": "critic"}, "no policy 'critic'"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_wrong_settings_are_named(
+    bench: Bench, settings: dict[str, object], words: str
+) -> None:
+    failed = crash(await run(bench, settings=settings))
+    assert failed.code == "workflow.malformed"
+    assert words in failed.detail
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "chosen"),
+    [
+        ({"1": ("No", 0.9), "2": ("Yes", 0.6), "3": ("Yes", 0.8)}, "3"),
+        ({"1": ("Yes", 0.7), "2": ("Yes", 0.7), "3": ("No", 0.9)}, "1"),
+        ({"1": ("No", 0.9), "2": ("Perhaps", 0.9), "3": ("No", 0.1)}, "2"),
+        ({"1": ("No", 0.9), "2": ("No", 0.5), "3": ("No", 0.6)}, "2"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_the_best_of_several_is_the_verifiers_choice(
+    bench: Bench, verdicts: dict[str, tuple[str, float]], chosen: str
+) -> None:
+    def say(request: GenerationRequest, sibling: int) -> str | tuple[str, float]:
+        if request.policy == SOLVER:
+            return str(sibling + 1)
+        claim = decode_text(request.prompt_tokens)
+        return verdicts[claim.partition("=")[2].partition("?")[0].strip()]
+
+    bench.engine = ScriptedEngine(say)
+    settings = {"best_of": 3}
+    await run(bench, kind="eval", group_size=1, settings=settings, temperature=0.0)
+    assert said(bench) == [chosen]
+
+
+@pytest.mark.asyncio
+async def test_the_best_of_several_is_chosen_for_each_sibling_at_its_temperature(
+    bench: Bench,
+) -> None:
+    temperatures: dict[str, float] = {}
+
+    class Noting(FakeEngine):
+        async def generate(self, request: GenerationRequest) -> list[Completion]:
+            temperatures[request.policy] = request.sampling.temperature
+            return await super().generate(request)
+
+    bench.engine = Noting(64, msgspec.structs.replace(bench.engine._table))
+    settings = {"best_of": 4, "best_of_temperature": 0.7}
+    await run(bench, kind="eval", group_size=3, settings=settings, temperature=0.0)
+    assert len(bench.group().sequences) == 3
+    assert temperatures == {SOLVER: 0.7, JUDGE: 0.0}
