@@ -67,7 +67,7 @@ def bound(ctx: Context, policy: Policy) -> int:
     if steps <= 0:
         return 0
     # What the pool cannot give to the next batch has to be made.
-    return (steps - 1) * new_groups(spec) + _next_batch(ctx, policy, spec)
+    return (steps - 1) * new_groups(spec) + next_batch(ctx, policy, spec)
 
 
 def new_groups(spec: PolicySpec) -> int:
@@ -75,7 +75,7 @@ def new_groups(spec: PolicySpec) -> int:
     return spec.batch_groups - replay_pool.share(spec.data.replay, spec.batch_groups)
 
 
-def _next_batch(ctx: Context, policy: Policy, spec: PolicySpec) -> int:
+def next_batch(ctx: Context, policy: Policy, spec: PolicySpec) -> int:
     """New groups that the next batch needs."""
     again = replay_pool.share(spec.data.replay, spec.batch_groups)
     return spec.batch_groups - (min(again, replay_pool.usable(ctx, policy)) if again else 0)
@@ -86,7 +86,7 @@ def _room_before_barrier(ctx: Context, policy: Policy, spec: PolicySpec) -> int:
     behind = min(other.step for other in others if wants_groups(ctx, other) or other is policy)
     if policy.step > behind or policy.step >= spec.steps:
         return 0
-    wanted = _next_batch(ctx, policy, spec)
+    wanted = next_batch(ctx, policy, spec)
     return max(0, wanted - waiting(ctx, policy.id) - running_groups(ctx, policy))
 
 

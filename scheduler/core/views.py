@@ -6,7 +6,7 @@ changes anything.
 
 from scheduler.core import backlog
 from scheduler.core.accounting import account
-from scheduler.core.admission import new_groups, running_groups
+from scheduler.core.admission import next_batch, running_groups
 from scheduler.core.context import Context, PolicyLive
 from scheduler.core.estimators import RunEstimate
 from scheduler.core.placement import JobView, PolicyView
@@ -80,7 +80,7 @@ def _policy_view(ctx: Context, run: Run, id: str, *, itself: bool) -> PolicyView
     since = live.starved_since_s
     patience_s = STARVED_HEARTBEATS * ctx.settings.heartbeat_s
     running = running_groups(ctx, policy)
-    batch = new_groups(spec)  # the rest of it is replayed and waits for nobody
+    batch = max(1, next_batch(ctx, policy, spec))  # the rest is replayed and waits for nobody
     return PolicyView(
         policy=id,
         bound=spec.max_policy_lag,

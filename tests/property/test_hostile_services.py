@@ -65,7 +65,8 @@ def hostile(rng: random.Random, role: Role, plane: Plane) -> Iterator[list[bytes
             case _:
                 absurd = Absurd(rng, names).message(rng.choice(said), plane)
                 if absurd is not None:
-                    frames = encode(absurd, payload if payload and rng.random() < 0.5 else ())
+                    # Whether its kind has a payload or not.
+                    frames = [*encode(absurd), *(payload if rng.random() < 0.5 else ())]
         yield frames
 
 
