@@ -10,7 +10,7 @@ import pytest
 from bench.toy import counts, running, write_toy
 from sim.replay import replay, term_folder
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 STEPS = 20
 DATA = """

@@ -11,7 +11,7 @@ import pytest
 
 from bench.toy import counts, running, write_toy
 
-pytestmark = pytest.mark.timeout(90)  # a whole deployment; 8 s on two idle cores
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]  # a whole deployment
 
 STEPS = 8
 OWN_TASK = """

@@ -9,7 +9,7 @@ import pytest
 from bench.toy import POLL_S, TOY, Running, running, write_toy
 from transport.errors import LinkError
 
-pytestmark = pytest.mark.timeout(90)  # whole deployments; 8 s each on two idle cores
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]  # whole deployments
 
 STEPS = 20
 SINGLE = 'reference = "single_turn"\npolicies = ["solver"]'
