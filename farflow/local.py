@@ -181,6 +181,11 @@ class LocalDeployment:
         """Names of policies whose trainer has ended with status 0."""
         return [n for n in self.trained if self._kept[f"trainer-{n}"].finished.is_set()]
 
+    def agents_here(self) -> list[str]:
+        """Names of the agents that are kept running."""
+        running = {kept.name for kept in self._kept.values() if kept.may_run.is_set()}
+        return [agent.name for agent in self.agents if f"agent-{agent.name}" in running]
+
     def command_link(self, agent: str, command: Mapping[str, Any]) -> None:
         """Tell an agent's link emulator something, for example ``{"down": 2.0}``."""
         self.child(f"link-{agent}").write_line(json.dumps(command).encode())

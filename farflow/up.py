@@ -224,14 +224,19 @@ async def _watch(
 
 
 def settled(status: SchedulerStatus, run: RunStatus, deployment: LocalDeployment) -> bool:
-    """Everybody serves the head version, and the trainers have exported their models."""
+    """Every agent that runs here has joined and serves the head version, and the trainers have
+    exported their models."""
     if run.reason.startswith("failed"):
         return True
-    return deployment.trainers_left() == deployment.trained and all(
-        agent.digests.get(policy.policy) == policy.head_digest
-        for agent in status.agents
-        if agent.state not in ("gone", "lost")
-        for policy in run.policies
+    present = {agent.name: agent for agent in status.agents if agent.state not in ("gone", "lost")}
+    return (
+        deployment.trainers_left() == deployment.trained
+        and present.keys() >= set(deployment.agents_here())
+        and all(
+            agent.digests.get(policy.policy) == policy.head_digest
+            for agent in present.values()
+            for policy in run.policies
+        )
     )
 
 

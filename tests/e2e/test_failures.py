@@ -101,6 +101,7 @@ async def test_a_link_that_goes_down_delays_but_loses_nothing(work: Path, tmp_pa
         clean(await run.finish())
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_who_is_stopped_politely_or_before_it_was_ready_comes_back(
     work: Path, tmp_path: Path
