@@ -11,7 +11,7 @@ import pytest
 
 from bench.toy import write_toy
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 FARFLOW = (sys.executable, "-m", "farflow")
 ROOT = Path(__file__).parents[2]

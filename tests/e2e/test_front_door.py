@@ -131,6 +131,7 @@ async def until_agent(operator: Operator, what: str, condition: Any) -> AgentSta
         raise AssertionError(f"never: {what}; last: {agent}") from None
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_jobs_results_questions_orders_and_a_drain_on_the_box(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
