@@ -281,15 +281,17 @@ def expected_s(job: JobView, candidate: Candidate) -> float:
 def excess_lag(job: JobView, candidate: Candidate, finish_s: float) -> int | None:
     """Steps by which the group would be too old: 0 when fresh enough, None when refused. That is
     asked of a group that is longer than three quarters of all: where only a typical one is in time,
-    half of them are stopped. A few very long answers must not speak for all."""
-    worst = 0
+    half of them are stopped. A few very long answers must not speak for all. Of several policies
+    one that can use it is enough: a dead trainer's buffer must not keep the others' groups back."""
+    least: int | None = None if job.policies else 0
     finish_s -= (job.tokens_longest - job.tokens_likely) * candidate.token_s
     for policy, lag in zip(job.policies, candidate.lags, strict=True):
         excess = lag - policy.bound + steps_ahead(policy, lag, finish_s)
-        if excess > 0 and not policy.starved:
-            return None
-        worst = max(worst, excess)
-    return worst
+        if excess <= 0:
+            return 0
+        if policy.starved:
+            least = excess if least is None else min(least, excess)
+    return least
 
 
 def steps_ahead(policy: PolicyView, lag: int, finish_s: float) -> int:
