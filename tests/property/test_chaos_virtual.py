@@ -33,7 +33,7 @@ def test_invariants_hold_at_every_event(tmp_path: Path) -> None:
 
 
 def test_a_lost_agents_work_is_placed_again_in_time(tmp_path: Path) -> None:
-    world = losses(tmp_path, kills=4, seed=1)
+    world = losses(tmp_path, kills=8, seed=1)
     assert world.problems == []
     assert world.replaced_s
     assert max(world.replaced_s) <= MOST_S
