@@ -200,9 +200,9 @@ def _barrier_row(what: str, ours: list[float], theirs: list[float], unit: str) -
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
     return Row(
         metric=f"{what}, without a barrier",
-        value=statistics.mean(ours),
+        value=statistics.median(ours),
         unit=unit,
-        reference=f'mode = "sync", {statistics.mean(theirs):.4g} {unit}; {min(ratios):.2f} to'
+        reference=f'mode = "sync", {statistics.median(theirs):.4g} {unit}; {min(ratios):.2f} to'
         f" {max(ratios):.2f} over {len(ratios)} pairs",
         ratio=statistics.median(ratios),
     )
@@ -288,7 +288,7 @@ def real_rows(window: int, pairs: int) -> list[Row]:
             )
         )
     for links, what in ((True, "unequal agents and links"), (False, "equal agents, no links")):
-        ours = [measured("async", links) for _ in range(pairs)]
+        ours = [measured("async", links) for _ in range(pairs)] if links else usual
         theirs = [measured("sync", links) for _ in range(pairs)]
         rows.append(_barrier_row(f"daemons: {what}", ours, theirs, "steps/min"))
     return rows

@@ -133,8 +133,7 @@ async def _lead(ranks: ProcessRanks, work: Coroutine[Any, Any, int]) -> int:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if ranks.in_step:
-            await asyncio.to_thread(ranks.close, tell=True)
+        await asyncio.to_thread(ranks.close, tell=True)
 
 
 async def _keep_in_touch(ranks: ProcessRanks) -> int:

@@ -1,35 +1,47 @@
-"""Starts the ranks of a trainer on this machine with torchrun's launcher.
+"""Starts the ranks of a trainer on this machine.
 
     farflow trainer run, trainer.ranks = 4
-      -> 4 x  farflow trainer run  (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment)
+      -> 4 x  farflow trainer run  (RANK, WORLD_SIZE ... in the environment, as torchrun has them)
+
+torchrun itself is for several hosts (``torchrun ... -m farflow trainer run ...`` on each: what is
+in the environment then is what counts). Here it would open a port to everybody, without a key, and
+unpickle what it reads there; our ranks meet through a file in a folder of their own and talk over
+the loopback interface.
 
 What always holds: one rank that fails ends the others, and the status is that of a wrong
 configuration if a rank found one; when we end, in whatever way, so do the ranks (they run in
 sessions of their own, so their standard input is a pipe of ours, and rank 0 stops when it ends);
-asked to stop, we pass that on and wait, so that rank 0 can save.
-
-For several hosts start ``torchrun ... -m farflow trainer run ...`` on each: what is in the
-environment then is what counts.
+asked to stop, we pass that on and wait at most ``STOP_S``, so that rank 0 can save, and the status
+says whether it could.
 """
 
-import logging
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
 
 import click
 
+from cloud_trainer.process_group import STORE
+from transport.runtime.clock import Clock, SystemClock
 from transport.runtime.model_folder import require_torch
 from transport.runtime.origin import EXIT_CONFIG
 from transport.runtime.processes import describe_status
 
-STOP_S = 60
+STOP_S: Final = 60.0
 """Ranks that were asked to stop have so long until they are killed."""
+LOOK_S: Final = 0.2
 
-_STDIN = 0
-_READ_BYTES = 65536
+_STDIN: Final = 0
+_READ_BYTES: Final = 65536
+_LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+"""Unless the environment says otherwise."""
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
@@ -45,42 +57,62 @@ def run_ranks(arguments: Sequence[str], ranks: int, *, stop_on_eof: bool) -> int
         ConfigError: torch is not installed.
     """
     require_torch(f"trainer.ranks = {ranks}")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_S))
-    # A rank says itself why it ends; after that the launcher's table of exit codes is noise.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=f"farflow-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.2,
-        start_method="spawn",
-    )
+    stop = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: stop.set())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     end_input = _input_of_ranks(stop_on_eof)
-    command = ("-m", "farflow", *arguments, "--stop-on-eof")
+    command = (sys.executable, "-m", "farflow", *arguments, "--stop-on-eof")
+    children: list[subprocess.Popen[bytes]] = []
     try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
-        statuses = [failure.exitcode for failure in error.failures.values()]
-        for rank, failure in error.failures.items():
-            # Killed, so it could not say why; SIGTERM is what the others got for that.
-            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-                ended = describe_status(failure.exitcode)
-                click.echo(f"trainer: rank {rank} was {ended}", err=True)
-        return EXIT_CONFIG if EXIT_CONFIG in statuses else 1
-    except SignalException:  # the ranks were asked to stop, and have
-        return 0
+        with tempfile.TemporaryDirectory(prefix="farflow-ranks-") as folder:
+            for rank in range(ranks):
+                environment = _environment(rank, ranks, Path(folder) / "store")
+                children.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            return _wait(children, stop, SystemClock())
     finally:
         end_input()
-    return 0
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _environment(rank: int, ranks: int, store: Path) -> dict[str, str]:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    named = {name: str(number) for name, number in own.items()}
+    return {**_LOOPBACK, **os.environ, **named, STORE: str(store)}
+
+
+def _wait(
+    children: Sequence["subprocess.Popen[bytes]"], stop: threading.Event, clock: Clock
+) -> int:
+    """Until all have ended; the exit status."""
+    stop_by: float | None = None
+    while any(child.poll() is None for child in children):
+        failed = any(child.returncode for child in children)
+        if stop_by is None and (failed or stop.is_set()):
+            stop_by = clock.monotonic_s() + STOP_S
+            for child in children:
+                if child.poll() is None:
+                    child.terminate()
+        if stop_by is not None and clock.monotonic_s() >= stop_by:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+        # Not for as long as there is something to stop: a signal then waits for nothing.
+        stop.wait(LOOK_S) if stop_by is None else time.sleep(LOOK_S)
+    statuses = [child.returncode for child in children]
+    for rank, status in enumerate(statuses):
+        # Killed, so it could not say why; SIGTERM is what the others got for that.
+        if status < 0 and status != -signal.SIGTERM:
+            click.echo(f"trainer: rank {rank} was {describe_status(status)}", err=True)
+    if EXIT_CONFIG in statuses:
+        return EXIT_CONFIG
+    return 1 if any(statuses) else 0
 
 
 def _input_of_ranks(stop_on_eof: bool) -> Callable[[], None]:

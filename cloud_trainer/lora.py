@@ -12,7 +12,7 @@ until it has grown (A and B keep it in float32), as for full training.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +42,16 @@ def add_adapters(loaded: LoadedModel, table: LoraTable) -> dict[str, Adapter]:
     """Put adapters into a model in place and freeze the rest; by the name of the weight.
 
     Raises:
-        ConfigError: peft is not installed, or no layer is named by ``targets``.
+        ConfigError: peft is not installed, or ``targets`` names no linear layer, or one whose
+            weight another layer uses too.
         ModelError: an adapter is on something that the model's files do not hold.
     """
     peft = _peft()
     import torch
 
     everything = table.targets == ("all-linear",)
+    if "all-linear" in table.targets and not everything:
+        raise ConfigError('lora.targets: "all-linear" stands alone; leave the other names out')
     config = peft.LoraConfig(
         r=table.rank,
         lora_alpha=table.alpha,
@@ -61,12 +64,22 @@ def add_adapters(loaded: LoadedModel, table: LoraTable) -> dict[str, Adapter]:
         torch.manual_seed(table.seed)
         # That it found out by itself that a layer is transposed.
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
+        warnings.filterwarnings("ignore", message="Model has `tie_word")  # refused below
         try:
             peft.inject_adapter_in_model(config, loaded.model)
         except ValueError as error:
             raise ConfigError(f"lora.targets: {' '.join(str(error).split())[:300]}") from error
+    if not everything:
+        _check_targets(loaded, table.targets)
     adapters: dict[str, Adapter] = {}
     for layer in _adapted(loaded):
+        weight = layer.get_base_layer().weight
+        users = sum(one._parameters.get("weight") is weight for one in loaded.model.modules())
+        if users > 1:  # the other layer would compute without what agents get
+            raise ConfigError(
+                f"lora.targets: {names.get(id(weight))} is shared with another layer (a tied"
+                " head); leave its name out"
+            )
         name = names.get(id(layer.get_base_layer().weight))
         if name is None:
             raise ModelError("lora: an adapter is on a weight that the model's files do not hold")
@@ -98,6 +111,18 @@ def merged(
     """W' as a new tensor; all of them whole."""
     addition = adapter.scale * (b.detach() @ a.detach())
     return weight.detach() + (addition.T if adapter.transposed else addition)
+
+
+def _check_targets(loaded: LoadedModel, targets: Sequence[str]) -> None:
+    """Whether every name stands for a layer that has an adapter now; peft drops others silently."""
+    adapted = {id(layer) for layer in _adapted(loaded)}
+    found = [name for name, module in loaded.model.named_modules() if id(module) in adapted]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in found):
+            raise ConfigError(
+                f"lora.targets: no linear layer is named {target!r}; those with an adapter are"
+                f" {', '.join(sorted({name.rpartition('.')[2] for name in found})) or 'none'}"
+            )
 
 
 def _adapted(loaded: LoadedModel) -> list[Any]:

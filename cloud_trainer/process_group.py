@@ -1,4 +1,4 @@
-"""The ranks of a trainer under torchrun: one process group, orders as MessagePack bytes.
+"""The ranks of a trainer: one process group, orders as MessagePack bytes.
 
 What always holds:
 
@@ -16,7 +16,7 @@ import contextlib
 import datetime
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,6 +26,9 @@ from transport.runtime.model_folder import require_torch
 
 if TYPE_CHECKING:
     import torch
+
+STORE = "FARFLOW_RANK_STORE"
+"""Names the file through which ranks that we started meet (``cloud_trainer.launch``)."""
 
 MAX_ORDER_BYTES = 1 << 31
 """An order holds the tokens of a batch, about 25 bytes each."""
@@ -48,9 +51,11 @@ class RankLost(FarflowError):
 class ProcessRanks:
     """This process among ``world_size`` of them; ``device`` is its own."""
 
-    def __init__(self, *, rank: int, world_size: int, device: str, timeout_s: float) -> None:
-        """Joins the group that the environment describes (``MASTER_ADDR``, ``MASTER_PORT``);
-        blocks until all ranks are there.
+    def __init__(
+        self, *, rank: int, world_size: int, device: str, timeout_s: float, store: str = ""
+    ) -> None:
+        """Joins the group that meets through the file ``store``, or without one that which the
+        environment describes (``MASTER_ADDR``, ``MASTER_PORT``); blocks until all ranks are there.
 
         Raises:
             RankLost: they did not meet within ``timeout_s``.
@@ -72,6 +77,7 @@ class ProcessRanks:
                 "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
                 rank=rank,
                 world_size=world_size,
+                store=_file_store(store, world_size) if store else None,
                 timeout=datetime.timedelta(seconds=timeout_s),
             )
         except (RuntimeError, ValueError) as error:
@@ -83,20 +89,25 @@ class ProcessRanks:
     @contextlib.contextmanager
     def turn(self, what: str) -> Iterator[None]:
         """See ``Ranks.turn``; raises RankLost when a collective operation fails."""
+        with self._turn, self._in_turn(what):
+            yield
+
+    @contextlib.contextmanager
+    def _in_turn(self, what: str) -> Iterator[None]:
+        """Whoever holds the turn."""
         import torch
 
-        with self._turn:
-            try:
-                self.in_step = False
-                if self.device.startswith("cuda"):
-                    torch.cuda.set_device(self.device)  # it belongs to the thread
-                yield
-                self.in_step = True
-            except RuntimeError as error:  # what torch raises for a lost peer and for a timeout
-                raise RankLost(
-                    f"rank {self.rank} of {self.world_size} failed in {what!r}: {_short(error)}; "
-                    "the first rank that failed says why"
-                ) from error
+        try:
+            self.in_step = False
+            if self.device.startswith("cuda"):
+                torch.cuda.set_device(self.device)  # it belongs to the thread
+            yield
+            self.in_step = True
+        except RuntimeError as error:  # what torch raises for a lost peer and for a timeout
+            raise RankLost(
+                f"rank {self.rank} of {self.world_size} failed in {what!r}: {_short(error)}; "
+                "the first rank that failed says why"
+            ) from error
 
     def send(self, order: AnyOrder) -> None:
         """See ``Ranks.send``.
@@ -145,12 +156,16 @@ class ProcessRanks:
                 self.send(IdleOrder())
 
     def close(self, *, tell: bool) -> None:
-        """Leave the group; with ``tell`` on rank 0 the others end as well."""
+        """Leave the group. With ``tell`` on rank 0 the others end as well, once no turn is taken;
+        not when one was left by an error: they notice that we are gone, and we just end."""
         from torch import distributed
 
         if tell:
-            with self.turn("close"):
-                self.send(CloseOrder())
+            with self._turn:
+                if not self.in_step:
+                    return
+                with self._in_turn("close"):
+                    self.send(CloseOrder())
         distributed.destroy_process_group()
 
     def _broadcast(self, tensor: "torch.Tensor") -> None:
@@ -185,7 +200,19 @@ def ranks_from(
             "which gives each rank its own"
         )
     own = f"cuda:{_number(environment, 'LOCAL_RANK', rank)}" if kind == "cuda" else device
-    return ProcessRanks(rank=rank, world_size=world_size, device=own, timeout_s=timeout_s)
+    return ProcessRanks(
+        rank=rank,
+        world_size=world_size,
+        device=own,
+        timeout_s=timeout_s,
+        store=environment.get(STORE, ""),
+    )
+
+
+def _file_store(path: str, world_size: int) -> Any:
+    from torch import distributed
+
+    return getattr(distributed, "FileStore")(path, world_size)  # noqa: B009 - torch exports it so
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

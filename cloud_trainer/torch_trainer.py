@@ -5,7 +5,7 @@ What always holds:
 1. The masters are float32 whatever the folder's type: updates below half a bf16 ulp accumulate.
    What is published is their rounding to the type that the folder has, under the folder's names.
 2. A step whose loss or gradient is not finite changes nothing, and the metric ``skipped`` says so;
-   neither does a step without signal (all advantages zero), where ``trained_tokens`` is 0.
+   neither does a step without signal (all advantages zero, no KL), where ``trained_tokens`` is 0.
 3. There is no randomness in here (no dropout): equal state and groups give equal bits on the same
    machine with the same number of threads and ranks, and so does continuing from ``state_dict``.
 4. With several ranks every rank makes the same calls; results are rank 0's. State does not depend

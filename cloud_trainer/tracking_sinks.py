@@ -1,7 +1,8 @@
 """Where a trainer's numbers go beside its own file: TensorBoard and Weights & Biases.
 
 What always holds: what is not a finite number is left out; a step that is trained again after a
-restart takes the place of what was plotted for it; the network never makes a caller wait.
+restart takes the place of what TensorBoard plotted for it (Weights & Biases has a run per start);
+the network never makes a caller wait.
 """
 
 import math

@@ -26,11 +26,18 @@ class CodeNotRun(RewardError):
     code: ClassVar[str] = "reward.code"
 
 
+class SandboxBroken(CodeNotRun):
+    """The box is at fault, not the item: its sandbox does not work, or not any more."""
+
+    code: ClassVar[str] = "sandbox.reward"
+
+
 async def code_rewards(spec: CodeReward, pairs: Sequence[tuple[Item, str]]) -> list[float]:
     """The reward of each (item, response): 1 or 0, or with ``share`` the part of the tests passed.
 
     Raises:
-        CodeNotRun: tests that cannot be run, or no working sandbox; names the item.
+        CodeNotRun: tests that cannot be run; names the item.
+        SandboxBroken: no working sandbox.
     """
     tests = [_tests(item) for item, _ in pairs]
     tasks = [
@@ -87,7 +94,7 @@ async def _reward(spec: CodeReward, item: Item, wanted: CodeTests, response: str
         except ProgramTooLarge:
             return 0.0
         except ToolError as error:
-            raise CodeNotRun(f"code, item {item.index}: {error.code}: {error}") from error
+            raise SandboxBroken(f"code, item {item.index}: {error.code}: {error}") from error
         passed += right
         if over or not (right or spec.share):
             break

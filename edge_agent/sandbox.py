@@ -189,7 +189,8 @@ async def _probe() -> SandboxProbe:
     try:
         result = await _run([code.encode(), b""], b"", limits)
     except ToolError as error:
-        return SandboxProbe(str(error), _REMEDY)
+        old = "Unknown option" in str(error)
+        return SandboxProbe(str(error), "install bubblewrap 0.7 or newer" if old else _REMEDY)
     if result.status == "ok" and result.stdout == "works\n":
         return SandboxProbe("", "")
     said = (result.stderr or result.stdout).strip()[-_WORDS:]
@@ -246,9 +247,10 @@ class _Watch:
     def _result(self, wall_s: float, *, late: bool) -> SandboxResult:
         exit_status = self._talk.returncode
         stdout = self._said["stdout"]
-        checked = stdout.endswith(self._word)
+        at = stdout.rfind(self._word)  # what a program leaves behind may still print after it
+        checked = at >= 0
         if checked:
-            del stdout[-len(self._word) :]
+            del stdout[at : at + len(self._word)]
         status: Status
         if self._room < 0:
             status = "output_limit"

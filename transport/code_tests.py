@@ -68,6 +68,7 @@ def _check_statements(test: CodeTest, where: str) -> None:
         raise TaskError(f"{where}: an assert takes no input")
     try:
         tree = ast.parse(test.statements or "")
+        compile(tree, "assert", "exec", dont_inherit=True)  # a return, a break out of its place
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise TaskError(f"{where}: assert: {error}") from error
     if not tree.body:

@@ -46,7 +46,11 @@ class ChatTokenizer:
     def encode_next(self, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
         """See ``Engine.encode_next``."""
         before = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER})
-        _, found, text = self._render((*before, *messages)).partition(_ANSWER)
+        rendered = self._render((*before, *messages))
+        if messages and rendered == self._render(before):
+            roles = ", ".join(sorted({str(message.get("role")) for message in messages}))
+            raise GenerationFailed(f"{self._name}: its chat template shows no messages of {roles}")
+        _, found, text = rendered.partition(_ANSWER)
         if not found:
             raise GenerationFailed(f"{self._name}: its chat template does not show earlier answers")
         tokens = self._tokens(text)

@@ -18,7 +18,7 @@ tool's output (1000); ``system`` is said before everything else.
 """
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -173,7 +173,7 @@ async def _next_turn(
     call = _CALL.search(generated.text)
     if call is not None and turn < settings.turns:
         output = (await _called(call.group(1), settings))[: settings.output_characters]
-        observed = policy.encode_next(generated.tokens, [{"role": "tool", "content": output}])
+        observed = _observed(policy, generated.tokens, output)
         count = len(said) + len(generated.tokens) + len(observed.tokens)
         if count + context.max_new_tokens <= MAX_TURNS * context.max_new_tokens:
             parts.append(observed)
@@ -184,6 +184,14 @@ async def _next_turn(
         finish_reason=generated.completion.finish_reason,
     )
     return Sibling(rollout=rollout, turns=turn)
+
+
+def _observed(policy: PolicyHandle, answer: Sequence[int], output: str) -> Observed:
+    """What the tool said, as a tool's message, or as the user's where the template has none."""
+    try:
+        return policy.encode_next(answer, [{"role": "tool", "content": output}])
+    except GenerationFailed:
+        return policy.encode_next(answer, [{"role": "user", "content": output}])
 
 
 async def _called(text: str, settings: Settings) -> str:

@@ -118,7 +118,11 @@ async def _ask(
     """
     try:
         async with session.post(path, json=body) as response:
-            answer = await response.content.read(MAX_ANSWER_BYTES)
+            answer = bytearray()
+            async for piece in response.content.iter_chunked(MAX_ANSWER_BYTES):
+                answer += piece
+                if len(answer) > MAX_ANSWER_BYTES:
+                    raise EnvironmentFailed(f"{path}: more than {MAX_ANSWER_BYTES} bytes")
             if response.status != 200:
                 said = answer[:200].decode(errors="replace")
                 raise EnvironmentFailed(f"{path}: status {response.status}: {said}")

@@ -54,17 +54,15 @@ def running_groups(ctx: Context, policy: Policy) -> int:
 
 def room(ctx: Context, policy: Policy) -> int:
     """Groups that may be submitted for a policy now; never negative."""
-    spec = spec_of(ctx, policy)
-    if ctx.run_of(policy).spec.mode == "sync":
-        return _room_before_barrier(ctx, policy, spec)
     return max(0, bound(ctx, policy) - waiting(ctx, policy.id) - running_groups(ctx, policy))
 
 
 def bound(ctx: Context, policy: Policy) -> int:
     """Groups that may be under way for a policy."""
     spec = spec_of(ctx, policy)
-    steps = min(spec.max_policy_lag + 1, spec.steps - policy.step)
-    if steps <= 0:
+    sync = ctx.run_of(policy).spec.mode == "sync"
+    steps = min(1 if sync else spec.max_policy_lag + 1, spec.steps - policy.step)
+    if steps <= 0 or (sync and _is_ahead(ctx, policy)):
         return 0
     # What the pool cannot give to the next batch has to be made.
     return (steps - 1) * new_groups(spec) + next_batch(ctx, policy, spec)
@@ -81,13 +79,10 @@ def next_batch(ctx: Context, policy: Policy, spec: PolicySpec) -> int:
     return spec.batch_groups - (min(again, replay_pool.usable(ctx, policy)) if again else 0)
 
 
-def _room_before_barrier(ctx: Context, policy: Policy, spec: PolicySpec) -> int:
+def _is_ahead(ctx: Context, policy: Policy) -> bool:
+    """Whether another policy that goes on has completed fewer steps."""
     others = trained_policies(ctx, ctx.run_of(policy))
-    behind = min(other.step for other in others if wants_groups(ctx, other) or other is policy)
-    if policy.step > behind or policy.step >= spec.steps:
-        return 0
-    wanted = next_batch(ctx, policy, spec)
-    return max(0, wanted - waiting(ctx, policy.id) - running_groups(ctx, policy))
+    return any(other.step < policy.step for other in others if wants_groups(ctx, other))
 
 
 def trained_policies(ctx: Context, run: Run) -> tuple[Policy, ...]:

@@ -151,12 +151,13 @@ def expect_use(ctx: Context, lease: Lease, policy: str, lag: int) -> None:
     live = ctx.policies[policy]
     bound = ctx.tables.runs[ctx.tables.policies[policy].run].spec
     last = live.tree.head_step + bound.policies[ctx.tables.policies[policy].name].max_policy_lag
-    _forget_use(ctx, lease, policy)
+    forget_use(ctx, lease, policy)
     lease.deadlines[policy] = last - lag
     live.flying_by_deadline[last - lag] = live.flying_by_deadline.get(last - lag, 0) + 1
 
 
-def _forget_use(ctx: Context, lease: Lease, policy: str) -> None:
+def forget_use(ctx: Context, lease: Lease, policy: str) -> None:
+    """The policy does not count on this attempt any more."""
     at = lease.deadlines.pop(policy, None)
     if at is not None:
         counts = ctx.policies[policy].flying_by_deadline
@@ -249,7 +250,7 @@ def end(ctx: Context, job: Job, record: Attempt, what: str, **facts: object) -> 
     del live.leases[record.id]
     ctx.recalls.pop(record.id, None)
     for policy in tuple(lease.deadlines):
-        _forget_use(ctx, lease, policy)
+        forget_use(ctx, lease, policy)
     if what in NOT_TAKEN:
         _spend(ctx, job, -lease.tokens)
     job.attempts.remove(record)
@@ -313,7 +314,9 @@ def _lane(job: Job) -> str:
     family = job.items[0].family if job.items else ""
     asked = job.external
     if asked is None:
-        return family
+        # What only a policy with a full buffer and no trainer wants is refused for a long time.
+        wanting = [id for id, copy in job.copies.items() if copy.state in ("queued", "in_flight")]
+        return f"{family} {' '.join(wanting)}" if len(job.copies) > 1 else family
     pins = sorted(asked.pinned.items())
     require = sorted((label, sorted(values)) for label, values in asked.require.items())
     return f"{asked.submitter} {family} {pins} {require}"

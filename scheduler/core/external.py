@@ -40,8 +40,8 @@ MAX_SEQUENCES_HELD = 1_000_000
 
 SHARE_OF_FREE = 4
 """One submitter may hold so many times as many open jobs as there is room for more (a dynamic
-threshold, Choudhury and Hahne 1998): alone it gets four fifths of ``max_queued_jobs``, and whoever
-comes later always finds room."""
+threshold, Choudhury and Hahne 1998): alone it gets four fifths of ``max_queued_jobs``, the next one
+four fifths of what is left, and so on."""
 
 _FULL = {
     "quota.queued": "too many external jobs are open (scheduler.max_queued_jobs), or their texts"

@@ -4,7 +4,8 @@
     away       agent.                             again at once      -
     copy       weights                            again at once      back-off after a streak
     box        engine.apply integrity link        again at once,     back-off after a streak,
-               process spool store trajectory.    elsewhere          evidence
+               process sandbox. spool store       elsewhere          evidence
+               trajectory.
     data       summary.invalid                    as box             evidence, at once
     job        everything else (attempt. engine   back-off with      back-off after a streak
                reward. task workflow.)            jitter, elsewhere
@@ -32,6 +33,7 @@ _BY_BEGINNING: tuple[tuple[str, FailureClass], ...] = (
     ("integrity", "box"),
     ("link", "box"),
     ("process", "box"),
+    ("sandbox.", "box"),
     ("spool", "box"),
     ("store", "box"),
 )

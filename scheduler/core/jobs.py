@@ -29,8 +29,8 @@ def close(ctx: Context, job: Job, state: CopyState, reason: str) -> None:
 
 
 def close_copy(ctx: Context, job: Job, policy: str, state: CopyState, reason: str) -> None:
-    """Move one policy's copy to a state that ends it."""
-    move(ctx, job, policy, state, reason)
+    """Move one policy's copy to a state that ends it; others may still want the group."""
+    _end_copy(ctx, job, policy, state, reason)
     drop_if_over(ctx, job)
 
 
@@ -38,8 +38,14 @@ def close_waiting(ctx: Context, job: Job, state: CopyState, reason: str) -> None
     """Move every copy that no batch has taken to ``state``."""
     for policy, copy in job.copies.items():
         if copy.state in WAITING_STATES:
-            move(ctx, job, policy, state, reason)
+            _end_copy(ctx, job, policy, state, reason)
     drop_if_over(ctx, job)
+
+
+def _end_copy(ctx: Context, job: Job, policy: str, state: CopyState, reason: str) -> None:
+    move(ctx, job, policy, state, reason)
+    for record in job.attempts:
+        attempts.forget_use(ctx, ctx.leases[record.id], policy)
 
 
 def drop_if_over(ctx: Context, job: Job) -> None:

@@ -107,16 +107,17 @@ def _fault(ctx: Context, job: Job, lease: Lease, partial: PartialSummary) -> str
 
 
 def _stays_fresh(ctx: Context, run: Run, job: Job, partial: PartialSummary, choice: Choice) -> bool:
-    """Whether these tokens can still be used when the group is back. Rules that refuse nothing for
-    its predicted age (``choice.lags`` empty) look only at the age that they have."""
+    """Whether some policy can still use these tokens when the group is back (as for placement, one
+    is enough). Rules that refuse nothing for its predicted age (``choice.lags`` empty) look only at
+    the age that they have."""
+    asked = False
     for view in views.view_of(ctx, run, job).policies:
         oldest = partial.oldest.get(view.policy)
         if oldest is None:
             continue
+        asked = True
         lag = ctx.policies[view.policy].tree.lag(oldest)
-        if lag is None:
-            return False
-        ahead = steps_ahead(view, lag, choice.score.cost) if choice.lags else 0
-        if lag + ahead > view.bound:
-            return False
-    return True
+        ahead = steps_ahead(view, lag or 0, choice.score.cost) if choice.lags else 0
+        if lag is not None and lag + ahead <= view.bound:
+            return True
+    return not asked

@@ -2,10 +2,11 @@
 
     finish = rtt + wait for a slot + tokens / rate + bytes / uplink + weight catch-up
 
-A placement is refused when the group would be too old once it is trained on. Batches go out at
-the times G, G + I, G + 2 I ... (G: the running step has to end and the batch to fill; I: the usual
-time from one to the next), each one optimizer step later than the one before. So a group that
-begins d steps behind the head and is back after t is used, in steps from now,
+A placement is refused when the group would be too old once it is trained on, for every policy that
+wants it. Batches go out at the times G, G + I, G + 2 I ... (G: the running step has to end and the
+batch to fill; I: the usual time from one to the next), each one optimizer step later than the one
+before. So a group that begins d steps behind the head and is back after t is used, in steps from
+now,
 
     at the earliest   1 if a step is running, + the batches that go out before t (there must be
                       groups for them)

@@ -14,8 +14,8 @@ Entry = tuple[int, int, str]
 
 class ReadyQueue:
     """Jobs of one run, evaluation or submitters that wait for an agent, higher priority first,
-    then lower index. One lane per kind of work (task family, submitter, pins, constraints), so that
-    what no agent can take now does not hide work of another kind behind it."""
+    then lower index. One lane per kind of work (task family, who wants it, submitter, pins,
+    constraints), so that what no agent can take now does not hide work of another kind."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Entry] = {}

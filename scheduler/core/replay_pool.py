@@ -105,7 +105,7 @@ def steps_done(ctx: Context, policy: Policy, step: int) -> None:
     if spec.ratio <= 0.0 or policy.final:
         return
     for at in [at for at in sorted(live.taken) if policy.step < at <= step]:
-        for id in live.taken[at]:
+        for id in sorted(live.taken[at], key=lambda id: ctx.tables.jobs[id].index):
             _enter(ctx, policy, pool, id, at)
     surplus = len(pool.entries) - spec.keep
     for entry in [e for e in pool.entries.values() if not _runs(pool, e)][: max(0, surplus)]:

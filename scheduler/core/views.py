@@ -23,7 +23,11 @@ def pins(ctx: Context, job: Job) -> dict[str, int]:
     if job.evaluation:
         return ctx.tables.evaluations[job.evaluation].pinned
     if job.kind == "train" and ctx.tables.runs[job.run].spec.mode == "sync":
-        return {id: ctx.tables.policies[id].head for id in job.copies}
+        return {
+            id: ctx.tables.policies[id].head
+            for id, copy in job.copies.items()
+            if copy.state in ("queued", "in_flight")
+        }
     return {} if job.external is None else job.external.pinned
 
 
@@ -80,7 +84,7 @@ def _policy_view(ctx: Context, run: Run, id: str, *, itself: bool) -> PolicyView
     since = live.starved_since_s
     patience_s = STARVED_HEARTBEATS * ctx.settings.heartbeat_s
     running = running_groups(ctx, policy)
-    batch = max(1, next_batch(ctx, policy, spec))  # the rest is replayed and waits for nobody
+    batch = next_batch(ctx, policy, spec)  # the rest is replayed and waits for nobody
     return PolicyView(
         policy=id,
         bound=spec.max_policy_lag,

@@ -15,6 +15,7 @@ from transport.runs import PartSpec, RunSpec, TaskSpec, WorkflowSpec
 if TYPE_CHECKING:
     from scheduler.core.context import Context
 
+TOOL_USE = "tool_use"
 TRAINING = ""
 """The name of the work that belongs to no evaluation."""
 
@@ -38,8 +39,16 @@ class Work:
         return found or next(iter(self.rewards.values()))
 
     def missing_reward(self, rewards: tuple[str, ...]) -> str:
-        """A reward that an agent with these does not have, or nothing."""
-        return next((one.name for one in self.rewards.values() if one.name not in rewards), "")
+        """A reward that an agent with these does not have, or nothing. A tool that runs programs
+        needs the same sandbox as the reward that does."""
+        wanted = [one.name for one in self.rewards.values()]
+        if self.workflow.reference == TOOL_USE and "python" in self._tools():
+            wanted.append("code")
+        return next((name for name in wanted if name not in rewards), "")
+
+    def _tools(self) -> list[object]:
+        found = self.workflow.settings.get("tools")
+        return list(found) if isinstance(found, (list, tuple)) else []
 
 
 def works_of(run: RunSpec) -> dict[str, Work]:

@@ -176,7 +176,7 @@ async def test_an_attempt_whose_programs_cannot_be_run_fails_with_the_reason(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sandbox, "_found", None)
     failed = crash(await Bench(tmp_path).run(solved, items=(item(),), reward=HOW))
-    assert failed.code == "reward.code"
+    assert failed.code == "sandbox.reward"
     assert "item 7: sandbox.unavailable: no bwrap here" in failed.detail
 
 

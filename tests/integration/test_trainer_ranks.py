@@ -1,4 +1,4 @@
-"""The trainer daemon as several ranks: real processes, sockets, torchrun's launcher and FSDP2."""
+"""The trainer daemon as several ranks: real processes, sockets, our launcher and FSDP2."""
 
 import asyncio
 import os

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)  # for a machine that is busy; alone the l
 
 
 def test_a_hundred_and_fifty_faults(tmp_path: Path) -> None:
-    world = chaos(tmp_path, faults=150, seed=1, check_every=25)
+    world = chaos(tmp_path, faults=150, seed=3, check_every=25)
     assert world.problems == []
     assert world.faults.total() >= 150
     assert world.scheduler.lives > 5

@@ -90,6 +90,16 @@ def test_a_template_that_forgets_answers_cannot_go_on(make: Make) -> None:
         make(FORGETFUL).encode_next((5,), [QUESTION])
 
 
+def test_a_template_that_leaves_a_message_out_says_so(make: Make) -> None:
+    """Else a tool's output would vanish, and the policy be trained on calls without answers."""
+    only = "{% for m in messages if m.role != 'tool' %}{{ m.content }}|{% endfor %}"
+    with pytest.raises(GenerationFailed, match="shows no messages of tool"):
+        make(only).encode_next((5,), [{"role": "tool", "content": "41"}])
+    assert "41" in make(only).decode(
+        make(only).encode_next((5,), [{"role": "user", "content": "41"}])
+    )
+
+
 def test_without_a_template_a_text_is_taken_as_it_is(make: Make) -> None:
     bare = make(None)
     assert bare.decode(bare.encode("12 + 34 =")) == "12 + 34 ="

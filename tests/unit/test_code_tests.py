@@ -42,6 +42,8 @@ def test_tests_are_in_the_answer_or_else_in_the_meta() -> None:
         ('{"tests": ' + "[" * 10_000, "answer: "),
         ({}, "missing required field `tests`"),
         ({"tests": []}, "length >= 1"),
+        ({"tests": [{"assert": "return 1"}]}, r"tests\[0\]: assert: "),
+        ({"tests": [{"assert": "break"}]}, r"tests\[0\]: assert: "),
         ({"tests": [ADD] * 257}, "length <= 256"),
         ({"tests": [{"assert": 1}]}, r"tests\[0\]\.assert|tests\[...\]\.assert"),
         ({"tests": [{"assrt": "x"}]}, "unknown field `assrt`"),

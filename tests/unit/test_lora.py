@@ -101,6 +101,15 @@ def test_all_linear_takes_every_layer_but_the_head_and_seeds_differ(folders):
 def test_targets_that_are_not_there_are_refused(folders):
     with pytest.raises(ConfigError, match=r"lora\.targets: .*query_key"):
         trainer_of(folders["qwen"], targets=["query_key"])
+    for targets, words in (
+        (["q_proj", "v_porj"], r"no linear layer is named 'v_porj'; .* q_proj"),
+        (["q_proj", "embed_tokens"], r"embed_tokens"),
+        (["all-linear", "q_proj"], r"stands alone"),
+    ):
+        with pytest.raises(ConfigError, match=rf"lora\.targets: .*{words}"):
+            trainer_of(folders["qwen"], targets=targets)
+    with pytest.raises(ConfigError, match=r"lora\.targets: .* shared with another layer"):
+        trainer_of(folders["gpt2"], targets=["c_attn", "lm_head"])
     with pytest.raises(ConfigError, match=r"settings\.lora\.rank"):
         TorchTrainer({"lora": {"rank": 0}})
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from core_builders import SOLVER, Scene, grants, make_run, make_scene
 
+from scheduler.core import attempts, jobs
 from transport.messages import BatchRequest, CheckpointReport, Ping, StepReport
 
 
@@ -146,6 +147,48 @@ def test_a_synchronous_run_goes_on_after_a_restart_and_without_a_trainer_that_is
         scene.joined("a", 2, slots=16, versions={"r/judge": 1, "r/solver": 0})
         scene.produced(scene.effects)
     assert scene.live_offers()  # nobody has heard of the solver's trainer for work_grace_s
+
+
+def test_a_synchronous_run_goes_on_without_a_trainer_that_died_before_its_version_was_stored():
+    scene = two_policies(mode="sync")
+    for offer in scene.live_offers():
+        scene.finished(offer, versions=both())
+    scene.trainer_says(_request("r/solver"), "u")
+    scene.trainer_says(_report("r/solver"), "u")  # and is never heard of again
+    scene.requested(1, policy="r/judge")
+    scene.stepped(1, policy="r/judge")
+    scene.version_stored(1, policy="r/judge")
+    for _ in range(70):
+        scene.wait(10.0)
+        scene.trainer_says(Ping(sequence=1, sent_s=scene.now))
+        scene.joined("a", 1, slots=16, versions={"r/judge": 1, "r/solver": 0})
+        scene.produced(scene.effects)
+    assert [offer.pinned for offer in scene.live_offers()] == [{"r/judge": 1}] * 2
+
+
+def test_a_policy_that_has_given_groups_up_does_not_count_on_them():
+    scene = two_policies()
+    ctx = scene.core._ctx
+    live = ctx.policies["r/judge"]
+    assert sum(live.flying_by_deadline.values()) == len(scene.live_offers())
+    for id in tuple(ctx.runs["r"].flying):
+        jobs.close_copy(ctx, ctx.tables.jobs[id], "r/judge", "expired", "overtaken")
+    assert live.flying_by_deadline == {}
+    assert len(scene.live_offers()) > 0  # the other one still wants them
+
+
+def test_what_only_a_dead_trainer_wants_hides_no_work_of_the_others():
+    """It is refused as long as that policy's buffer is full, at the head of its queue."""
+    scene = make_scene(run=make_run(policies=("judge", "solver")))
+    scene.trainer_joined("u", policy="r/solver")
+    ctx = scene.core._ctx
+    first, *_, last = (ctx.tables.jobs[id] for id in ctx.runs["r"].jobs)
+    queue = ctx.queue(first.queue)
+    for job, policy in ((first, "r/judge"), (last, "r/solver")):
+        job.copies[policy].state = "dropped"
+        queue.discard(job.id)
+        attempts.settle(ctx, job)
+    assert {first.id, last.id} <= set(queue.heads(8))
 
 
 def _request(policy: str, step: int = 1) -> BatchRequest:
