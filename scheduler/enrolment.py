@@ -204,9 +204,13 @@ class Enrolment:
             return None
 
     async def _shut(self) -> None:
-        hub, self._hub = self._hub, None
+        """``port`` tells of a listener until it takes nobody any more."""
+        hub = self._hub
         if hub is not None:
-            await hub.close()
+            try:
+                await hub.close()
+            finally:
+                self._hub = None
             _log.info("enrolment.closed")
 
     async def _serve(self, hub: Hub) -> None:
