@@ -129,9 +129,11 @@ class _WatchedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def load_policy(self, policy: str, folder: Path, version: int) -> None:
+    async def load_policy(
+        self, policy: str, folder: Path, version: int, base: Path | None = None
+    ) -> None:
         began_s = time.monotonic()
-        await self._engine.load_policy(policy, folder, version)
+        await self._engine.load_policy(policy, folder, version, base)
         self._watch.served(policy, version, began_s, 0.0)
 
     async def apply(self, policy: str, version: int, patch: Any) -> float:

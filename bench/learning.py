@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from bench.report import Row, main
 
@@ -18,27 +19,22 @@ SEEDS = (0, 1, 2)
 MEAN_TARGET, EACH_TARGET, START_LIMIT, TIME_LIMIT_S = 0.85, 0.80, 0.50, 240.0
 
 
-def one(seed: int, steps: int | None) -> dict[str, object]:
+def up(example: Path, folder: Path, *changes: str) -> dict[str, Any]:
+    """The summary of one run of an example, left in ``folder``; ``changes`` are ``KEY=VALUE``."""
+    command = [sys.executable, "-m", "farflow", "up", str(example), "--plain"]
+    command += ["--folder", str(folder)]
+    for change in changes:
+        command += ["--set", change]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def one(seed: int, steps: int | None) -> dict[str, Any]:
     """The summary of one run."""
+    changes = [] if steps is None else [f"policies.solver.steps={steps}"]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "run"
-        command = [
-            sys.executable,
-            "-m",
-            "farflow",
-            "up",
-            str(EXAMPLE),
-            "--plain",
-            "--folder",
-            str(folder),
-            "--set",
-            f"run.seed={seed}",
-        ]
-        if steps is not None:
-            command += ["--set", f"policies.solver.steps={steps}"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        summary: dict[str, object] = json.loads((folder / "summary.json").read_text())
-        return summary
+        return up(EXAMPLE, Path(scratch) / "run", f"run.seed={seed}", *changes)
 
 
 def measure(quick: bool) -> list[Row]:
@@ -46,9 +42,9 @@ def measure(quick: bool) -> list[Row]:
     after_all, wall_all = [], []
     for seed in SEEDS[:1] if quick else SEEDS:
         summary = one(seed, 40 if quick else None)
-        policy = summary["policies"][0]  # type: ignore[index]
+        policy = summary["policies"][0]
         before, after = policy["accuracy_before"], policy["accuracy_after"]
-        wall = float(summary["wall_s"])  # type: ignore[arg-type]
+        wall = float(summary["wall_s"])
         after_all.append(after)
         wall_all.append(wall)
         rows.append(

@@ -1,192 +1,192 @@
-"""Learning under policy lag: accuracy per sample when every group is exactly so many steps old.
+"""Learning under policy lag, and what the order of the buffer makes of it: accuracy per sample.
 
-One process: the torch engine draws groups, the torch trainer learns from them, and the engine gets
-each version ``lag`` steps late, so that the lag is the same for every token and nothing depends on
-this machine's speed. Lags 0, 2, 4 and 8, with the loss of the main job, without the ratio's clip,
-and with truncated importance weights (``importance_cap``); the main job's model, items, batch and
-learning rate, three seeds.
+    constant   every group is exactly so many steps old: 0, 2, 4 and 8, with the loss of the main
+               job, without the ratio's clip, and with truncated importance weights
+               (``importance_cap``); per sample that was trained on, every one of which was drawn
+    order      the lags of each group and the waste that the simulator gives under earliest deadline
+               first and first in first out (``bench.learning_orders``), replayed with the main
+               job's loss; per sample that was drawn
 
-The value of a row is the mean greedy accuracy over evaluations every ``EVERY`` steps (the area
-under the curve per sample) on items that are never trained on; the last accuracy stands beside it.
-The reference is lag 0 with the same loss. ``--quick``: 12 steps, one seed, lags 0 and 4.
+One process per core: the torch engine draws groups with the version of their lag, the torch trainer
+learns from them, so that nothing depends on this machine's speed. Model, items, batch and learning
+rate are the main job's; three seeds.
+
+The value of an accuracy is the mean over greedy evaluations every ``every`` steps (the area under
+the curve) on items that are never trained on. ``--quick``: 12 steps, one seed, lags 0 and 4.
 """
 
 import asyncio
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
+from bench.learning_loop import ARITHMETIC, GROUPS, Learner, Learnt, finished, learn_late
+from bench.learning_orders import Order, Ordered, ordered, per_drawn
 from bench.report import Row, main
-from cloud_trainer.torch_trainer import TorchTrainer
-from cloud_trainer.trainer import TrainingSequence
-from edge_agent.engine import Completion, GenerationRequest, SamplingParams
-from edge_agent.engines.torch_engine import TorchEngine
-from edge_agent.reward_worker import ScoreRequest, answer
-from scheduler.tasks import ItemSource, open_source
-from transport.messages import Item, RewardSpec
-from transport.runs import TaskSpec
+from sim.parallel import cores, map_some
 from transport.runtime.logs import configure_logging
-from transport.weights.patch import CellRun
-from transport.weights.tensors import TensorBytes
 
-MODEL: Final = Path(__file__).parents[1] / "examples" / "models" / "arithmetic-1m"
-TASK: Final = TaskSpec(
-    source="reasoning-gym",
-    dataset="chain_sum",
-    settings={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
-)
-REWARD: Final = RewardSpec(name="reasoning-gym", dataset="chain_sum")
-POLICY: Final = "lag/solver"
 LAGS: Final = (0, 2, 4, 8)
-GROUPS, SIBLINGS, TOKENS = 32, 8, 8
+BOUNDS: Final = (2, 4, 8)
+ORDERS: Final[tuple[Order, ...]] = ("fifo", "edf")
 LOSSES: Final[dict[str, dict[str, Any]]] = {
     "clipped": {},
     "unclipped": {"clip": "none", "ratio_max": 0.0},
     "truncated importance weights": {"importance_cap": 2.0},
 }
-SEEDS, STEPS, EVERY, ITEMS = 3, 80, 10, 512
-QUICK_STEPS, QUICK_EVERY, QUICK_ITEMS = 12, 6, 128
-
-State = dict[str, TensorBytes]
+MAIN_LOSS: Final = "clipped"
 
 
-class Learnt(NamedTuple):
-    """Accuracies at every evaluation, and the mean KL to the policy that drew, over the steps."""
+class Size(NamedTuple):
+    """How long a loop learns, and how it is evaluated."""
 
-    accuracies: tuple[float, ...]
-    kl_behaviour: float
-
-
-class Loop:
-    """One policy that learns from groups of an older version of itself."""
-
-    def __init__(self, lag: int, settings: dict[str, Any], seed: int) -> None:
-        self._lag = lag
-        self._seed = seed
-        self._engine = TorchEngine(GROUPS * SIBLINGS, threads=2)
-        self._trainer = TorchTrainer({"lr": 1e-4, **settings}, threads=2)
-        self._source: ItemSource = open_source(TASK, seed)
-        self._late: list[State] = []
-        self._served = 0
-
-    async def run(self, steps: int, every: int, items: int) -> Learnt:
-        """Train; evaluate the trainer's own weights every ``every`` steps."""
-        self._trainer.load(MODEL)
-        await self._engine.start()
-        try:
-            await self._engine.load_policy(POLICY, MODEL, 0)
-            return await self._learn(steps, every, self._source.items("eval", 0, items))
-        finally:
-            await self._engine.close()
-
-    async def _learn(self, steps: int, every: int, held_out: Sequence[Item]) -> Learnt:
-        accuracies: list[float] = []
-        kls: list[float] = []
-        for step in range(steps):
-            items = self._source.items("train", step * GROUPS, GROUPS)
-            groups = await self._drawn(items, step)
-            facts = await asyncio.to_thread(self._trainer.step, groups)
-            kls.append(facts.get("kl_behaviour", 0.0))
-            self._late.append(self._trainer.published_state())
-            if (step + 1) % every == 0:
-                accuracies.append(await self._accuracy(held_out))
-            if len(self._late) > self._lag:
-                await self._serve(self._late.pop(0))
-        return Learnt(tuple(accuracies), statistics.mean(kls))
-
-    async def _drawn(self, items: Sequence[Item], step: int) -> list[list[TrainingSequence]]:
-        requests = [self._request(item, step, n=SIBLINGS, temperature=1.0) for item in items]
-        drawn = await asyncio.gather(*map(self._engine.generate, requests))
-        groups = []
-        for item, request, completions in zip(items, requests, drawn, strict=True):
-            rewards = self._rewards(item, completions)
-            groups.append(
-                [
-                    TrainingSequence(
-                        group=request.request_id,
-                        prompt_tokens=request.prompt_tokens,
-                        tokens=one.tokens,
-                        logprobs=one.logprobs,
-                        versions=one.versions,
-                        loss_mask=(True,) * len(one.tokens),
-                        reward=reward,
-                    )
-                    for one, reward in zip(completions, rewards, strict=True)
-                ]
-            )
-        return groups
-
-    async def _accuracy(self, items: Sequence[Item]) -> float:
-        """Greedy, of the newest weights: the engine serves them for as long, then goes back."""
-        served = self._state()
-        await self._serve(self._late[-1])
-        requests = [self._request(item, -1, n=1, temperature=0.0) for item in items]
-        drawn = await asyncio.gather(*map(self._engine.generate, requests))
-        right = [self._rewards(item, one)[0] >= 1.0 for item, one in zip(items, drawn, strict=True)]
-        await self._serve(served)
-        return sum(right) / len(right)
-
-    def _request(self, item: Item, step: int, *, n: int, temperature: float) -> GenerationRequest:
-        return GenerationRequest(
-            request_id=f"{step}/{item.index}",
-            policy=POLICY,
-            prompt_tokens=self._engine.encode(POLICY, item.prompt),
-            n=n,
-            sampling=SamplingParams(
-                max_new_tokens=TOKENS, temperature=temperature, seed=self._seed * 100_003 + step
-            ),
-        )
-
-    def _rewards(self, item: Item, completions: Sequence[Completion]) -> tuple[float, ...]:
-        texts = [self._engine.decode(POLICY, one.tokens) for one in completions]
-        reply = answer(ScoreRequest(spec=REWARD, pairs=tuple((item, text) for text in texts)))
-        assert not reply.error, reply.error
-        return reply.rewards
-
-    def _state(self) -> State:
-        return {
-            name: TensorBytes(one.dtype, one.shape, memoryview(bytes(one.data)))
-            for name, one in self._engine.read_weights(POLICY)
-        }
-
-    async def _serve(self, state: State) -> None:
-        patch = {name: (CellRun(0, np.array(one.cells())),) for name, one in state.items()}
-        self._served += 1
-        await self._engine.apply(POLICY, self._served, patch)
+    seeds: int
+    steps: int
+    every: int
+    items: int
+    lags: tuple[int, ...]
+    bounds: tuple[int, ...]
 
 
-def lag_rows(quick: bool) -> list[Row]:
+FULL: Final = Size(seeds=3, steps=40, every=5, items=256, lags=LAGS, bounds=BOUNDS)
+QUICK: Final = Size(seeds=1, steps=12, every=6, items=64, lags=(0, 4), bounds=(4,))
+
+
+class Loop(NamedTuple):
+    """One loop that is to be run: ``lags`` of each step's groups."""
+
+    loss: str
+    seed: int
+    lags: tuple[tuple[int, ...], ...]
+    every: int
+    items: int
+
+
+class Replayed(NamedTuple):
+    """One simulation whose lags are to be replayed."""
+
+    order: Order
+    bound: int
+    seed: int
+    size: Size
+
+
+def learn(loop: Loop) -> Learnt:
+    """Run a loop from the untrained model to its end."""
+
+    async def run() -> Learnt:
+        async with Learner(ARITHMETIC, loop.seed, LOSSES[loop.loss]) as learner:
+            return await learn_late(learner, loop.seed, loop.lags, loop.every, loop.items)
+
+    configure_logging("error", component="bench")
+    return asyncio.run(run())
+
+
+def replay(one: Replayed) -> tuple[Ordered, Learnt]:
+    """Simulate, then learn from groups of these lags."""
+    size = one.size
+    found = ordered(one.order, one.bound, size.steps, one.seed)
+    return found, learn(Loop(MAIN_LOSS, one.seed, found.lags, size.every, size.items))
+
+
+def constant_rows(size: Size, processes: int) -> list[Row]:
     """Every loss at every lag."""
-    seeds, lags = (1, (0, 4)) if quick else (SEEDS, LAGS)
-    sizes = (QUICK_STEPS, QUICK_EVERY, QUICK_ITEMS) if quick else (STEPS, EVERY, ITEMS)
+    loops = [
+        Loop(loss, seed, ((lag,) * GROUPS,) * size.steps, size.every, size.items)
+        for loss in LOSSES
+        for lag in size.lags
+        for seed in range(size.seeds)
+    ]
+    learnt = finished(map_some(learn, loops, processes))
     rows: list[Row] = []
-    for loss, settings in LOSSES.items():
-        fresh = 0.0
-        for lag in lags:
-            found = [asyncio.run(Loop(lag, settings, seed).run(*sizes)) for seed in range(seeds)]
-            means = [statistics.mean(one.accuracies) for one in found]
-            last = statistics.mean(one.accuracies[-1] for one in found)
-            mean = statistics.mean(means)
-            fresh = mean if lag == 0 else fresh
-            rows.append(
-                Row(
-                    metric=f"{loss}, lag {lag}: mean accuracy, at the end {last:.3f}",
-                    value=mean,
-                    unit="share",
-                    reference=f"lag 0, the same loss; seeds {min(means):.3f} to {max(means):.3f},"
-                    f" KL {statistics.mean(one.kl_behaviour for one in found):.2g}",
-                    ratio=mean / fresh if fresh else None,
-                )
+    fresh = 0.0
+    for at in range(0, len(loops), size.seeds):
+        loss, lag = loops[at].loss, loops[at].lags[0][0]
+        found = learnt[at : at + size.seeds]
+        means = [statistics.mean(one.accuracies[1:]) for one in found]
+        last = statistics.mean(one.accuracies[-1] for one in found)
+        mean = statistics.mean(means)
+        fresh = mean if lag == 0 else fresh
+        rows.append(
+            Row(
+                metric=f"{loss}, lag {lag}: mean accuracy, at the end {last:.3f}",
+                value=mean,
+                unit="share",
+                reference=f"lag 0, the same loss; seeds {min(means):.3f} to {max(means):.3f},"
+                f" KL {statistics.mean(one.kl_behaviour for one in found):.2g}",
+                ratio=mean / fresh if fresh else None,
             )
+        )
+    return rows
+
+
+def order_rows(size: Size, processes: int) -> list[Row]:
+    """Both orders at every bound."""
+    tasks = [
+        Replayed(order, bound, seed, size)
+        for bound in size.bounds
+        for order in ORDERS
+        for seed in range(size.seeds)
+    ]
+    done = finished(map_some(replay, tasks, processes))
+    rows: list[Row] = []
+    for at in range(0, len(tasks), 2 * size.seeds):
+        first, second = done[at : at + size.seeds], done[at + size.seeds : at + 2 * size.seeds]
+        rows += compared(f"max_policy_lag {tasks[at].bound}", first, second, size)
+    return rows
+
+
+def compared(
+    name: str,
+    fifo: Sequence[tuple[Ordered, Learnt]],
+    edf: Sequence[tuple[Ordered, Learnt]],
+    size: Size,
+) -> list[Row]:
+    """Waste and accuracy of both orders, seed by seed."""
+    rows: list[Row] = []
+    waste = {
+        order: statistics.mean(one.wasted for one, _ in found)
+        for order, found in (("fifo", fifo), ("edf", edf))
+    }
+    expired = statistics.mean(one.expired for one, _ in edf)
+    expired_fifo = statistics.mean(one.expired for one, _ in fifo)
+    rows.append(
+        Row(
+            metric=f"edf, {name}: drawn tokens never trained on",
+            value=waste["edf"],
+            unit="share",
+            reference=f"fifo, {waste['fifo']:.3f}; groups expired {expired:.0f}"
+            f" against {expired_fifo:.0f}",
+            ratio=waste["edf"] / waste["fifo"] if waste["fifo"] else None,
+            target="<= fifo",
+            ok=waste["edf"] <= waste["fifo"],
+        )
+    )
+    reference = 0.0
+    for order, found in (("fifo", fifo), ("edf", edf)):
+        drawn = [
+            per_drawn(learnt.accuracies, size.every, one.wasted, size.steps)
+            for one, learnt in found
+        ]
+        trained = statistics.mean(statistics.mean(one.accuracies[1:]) for _, one in found)
+        mean = statistics.mean(drawn)
+        reference = mean if order == "fifo" else reference
+        rows.append(
+            Row(
+                metric=f"{order}, {name}: mean accuracy per drawn sample",
+                value=mean,
+                unit="share",
+                reference=f"fifo; seeds {min(drawn):.3f} to {max(drawn):.3f}, per trained sample"
+                f" {trained:.3f}, mean lag {statistics.mean(o.lag_mean for o, _ in found):.2f}",
+                ratio=mean / reference if reference else None,
+            )
+        )
     return rows
 
 
 def measure(quick: bool) -> list[Row]:
-    configure_logging("error", component="bench")
-    return lag_rows(quick)
+    size = QUICK if quick else FULL
+    return constant_rows(size, cores()) + order_rows(size, cores())
 
 
 if __name__ == "__main__":

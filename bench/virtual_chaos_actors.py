@@ -152,6 +152,7 @@ class ChaosLog(TrajectoryLogActor):
     def die(self) -> None:
         self.alive = False
         self._died_s = self._kernel.now
+        self._released.clear()
 
     def back(self, rng: random.Random) -> None:
         """Its notes of what the scheduler has accepted may lag behind: some are said again."""

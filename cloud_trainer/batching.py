@@ -7,11 +7,13 @@ What always holds:
    they come with: they share the forward pass and their gradients add up. Short answers to easy
    questions repeat, so this saves more than half there.
 3. Siblings without a token of this policy are not there at all. Sequences whose advantage is zero
-   are left out of the micro batches, unless a KL to the reference gives them a gradient. They still
-   count in ``Batch.tokens`` and ``Batch.sequences``, over which the loss is averaged.
+   are left out of the micro batches, unless a KL to the reference or a critic gives them a
+   gradient. They still count in ``Batch.tokens`` and ``Batch.sequences``, over which the loss is
+   averaged.
 4. Rows are padded on the right. Under causal attention no token sees what comes behind it, so no
    attention mask is needed.
-5. The trained tokens of a sequence stand together, and have one advantage.
+5. The trained tokens of a sequence stand together, and have one advantage; with a critic it is 0
+   until there are values, and then each token's own.
 6. The result depends on the groups and their order only.
 """
 
@@ -44,8 +46,8 @@ class MicroBatch:
     number of trained tokens ``lengths``. [trained] has one entry per sequence and trained token,
     sequence after sequence: its place (``row``, ``column``) in ``targets``, the log-probability it
     was drawn with (``behaviour``), and its ``advantage``. ``takes_part`` [trained] is there once it
-    was decided which tokens do. ``offset`` is the place of the first trained token among those of
-    the batch.
+    was decided which tokens do, ``returns`` [trained], what a critic is to predict, once there are
+    values. ``offset`` is the place of the first trained token among those of the batch.
     """
 
     tokens: Ints
@@ -59,6 +61,7 @@ class MicroBatch:
     advantage: Floats
     offset: int
     takes_part: NDArray[np.bool_] | None = None
+    returns: Floats | None = None
 
     @property
     def kept(self) -> int:
@@ -83,7 +86,7 @@ class Batch:
     """What one optimizer step learns from. ``tokens`` and ``sequences`` count all that this policy
     has in it, ``trained`` those of the tokens in micro batches. ``rewards`` [sequences] are what
     advantages are taken of, group after group, ``group_sizes`` [groups] siblings each;
-    ``reward_mean`` is without the penalty for length."""
+    ``reward_mean`` is without the penalty for length; ``siblings`` are the [sequences]."""
 
     micro_batches: tuple[MicroBatch, ...]
     tokens: int
@@ -93,6 +96,7 @@ class Batch:
     reward_mean: float
     rewards: Values
     group_sizes: tuple[int, ...]
+    siblings: tuple[TrainingSequence, ...]
 
     def with_rewards(self, rewards: Values, settings: TorchSettings) -> "Batch":
         """The same with advantages of other rewards [sequences]."""
@@ -140,7 +144,7 @@ def make_batch(
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], _Row] = {}
     trained = 0
     for number, (sequence, advantage) in enumerate(zip(siblings, advantages.tolist(), strict=True)):
-        if advantage == 0 and not settings.kl_coefficient:
+        if advantage == 0 and not (settings.kl_coefficient or settings.critic):
             continue
         trained += counts[number]
         whole = sequence.prompt_tokens + sequence.tokens
@@ -165,6 +169,7 @@ def make_batch(
         reward_mean=float(np.mean([s.reward for s in siblings])) if siblings else 0.0,
         rewards=rewards,
         group_sizes=tuple(group_sizes),
+        siblings=tuple(siblings),
     )
 
 
@@ -177,6 +182,8 @@ def _reward(sequence: TrainingSequence, own_tokens: int, settings: TorchSettings
 
 
 def _advantages(rewards: Values, group_sizes: Sequence[int], settings: TorchSettings) -> Values:
+    if settings.critic is not None:
+        return np.zeros_like(rewards)
     ends = np.cumsum(group_sizes, dtype=np.int64)
     groups = np.split(rewards, ends[:-1])
     return batch_advantages(groups, settings.normalisation, settings.baseline)

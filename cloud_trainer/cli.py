@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from transport.runtime.daemon_cli import Serve, daemon_command
+from transport.runtime.service_commands import Needs, install_command, uninstall_command
 
 if TYPE_CHECKING:
     from cloud_trainer.config import TrainerConfig
@@ -69,3 +70,26 @@ trainer_group.add_command(
         """,
     )
 )
+
+
+def _needs(files: "tuple[Path, ...]") -> Needs:
+    from cloud_trainer.config import TrainerConfig
+    from transport.runtime.config import load_config
+
+    table = load_config(TrainerConfig, files).value.trainer
+    # A step in hand is finished and saved; of a large model that takes minutes.
+    return Needs((table.folder,), stop_s=900.0, devices=True)
+
+
+trainer_group.add_command(
+    install_command(
+        "trainer",
+        _needs,
+        help="""Have systemd keep the trainer running; again, it is an upgrade. It stays away once
+        its run is over.
+
+        Relative paths in its files count from the folder in which this is started.
+        """,
+    )
+)
+trainer_group.add_command(uninstall_command("trainer", 900.0))

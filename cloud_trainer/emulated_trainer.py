@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from cloud_trainer.trainer import Arrays, TrainingSequence
 from transport.errors import ModelError
+from transport.messages import GroupDrift
 from transport.runtime.clock import Clock, SystemClock
 from transport.runtime.config import convert
 from transport.weights.folder import read_artefacts, read_model_folder, write_model_folder
@@ -95,6 +96,14 @@ class EmulatedTrainer:
             "tokens": float(tokens),
             **dict.fromkeys(("loss", "grad_norm", "skipped"), 0.0),
         }
+
+    def drifts(self) -> tuple[GroupDrift, ...]:
+        """Nothing: no engine draws from these weights alone."""
+        return ()
+
+    def artefacts(self) -> dict[str, bytes]:
+        """See ``Trainer.artefacts``."""
+        return self._artefacts
 
     def published_state(self) -> dict[str, TensorBytes]:
         """See ``Trainer.published_state``."""

@@ -1,6 +1,7 @@
 """The policy loss: one formula with switches.
 
-For every trained token t of sequence i, with ``A`` the advantage of its sequence,
+For every trained token t of sequence i, with ``A`` the advantage of its sequence, or with a critic
+its own,
 
     d_t = log p_now(t) - log p_behaviour(t)
     r_t = exp(d_t)                          ratio = "token"
@@ -21,8 +22,8 @@ arXiv:2503.14476; clipped constant weights, arXiv:2506.13585.
 What always holds:
 
 1. A token's gradient comes through its own log-probability only. The mean in a sequence's ratio is
-   a constant; as all of its tokens have one advantage, the gradient of a whole sequence is the same
-   as if it were not (the paper's variant by token), and a token that is masked has no part.
+   a constant; where all of its tokens have one advantage, the gradient of a whole sequence is the
+   same as if it were not (the paper's variant by token), and a token that is masked has no part.
 2. With ``importance_cap`` the ratio is taken against the weights before the step, and what those
    had drifted from the behaviour is a constant weight ``min(exp(d_t), importance_cap)``. A batch is
    one update, so the weights before the step are those of the forward pass itself: the ratio is 1

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from cloud_trainer.trainer import Arrays, TrainingSequence
 from transport.errors import ModelError
+from transport.messages import GroupDrift
 from transport.runtime.config import convert
 from transport.weights.folder import read_artefacts, read_model_folder, write_model_folder
 from transport.weights.tensors import TensorBytes
@@ -171,6 +172,14 @@ class NumpyTrainer:
             self._update(gradients, min(1.0, self.settings.max_grad_norm / max(norm, 1e-12)))
         self.step_count += 1
         return {**facts, "grad_norm": norm if finite else 0.0, "skipped": float(not finite)}
+
+    def drifts(self) -> tuple[GroupDrift, ...]:
+        """Nothing: no engine draws from these weights alone."""
+        return ()
+
+    def artefacts(self) -> dict[str, bytes]:
+        """See ``Trainer.artefacts``."""
+        return self._artefacts
 
     def published_state(self) -> dict[str, TensorBytes]:
         """See ``Trainer.published_state``."""

@@ -7,6 +7,9 @@ names nothing but keys of the loss; keys that need each other are there before a
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from cloud_trainer.critic_table import CriticTable
 from cloud_trainer.torch_settings import Preset, TorchSettings
 from transport.errors import ConfigError
 from transport.runtime.config import convert
@@ -61,6 +64,15 @@ PRESETS: dict[Preset, dict[str, Any]] = {
         "clip": "none",
         "second_moment_budget": 0.04,
     },
+    # arXiv:1707.06347, with advantages by a critic (arXiv:1506.02438) that are whitened over the
+    # batch, and the KL of arXiv:2203.02155 in the reward, whose coefficient is left to the file.
+    "ppo": {
+        "ratio_max": 0.0,
+        "baseline": "critic",
+        "normalisation": "batch_std",
+        "kl_estimator": "k1",
+        "kl_in": "reward",
+    },
 }
 
 
@@ -90,4 +102,21 @@ def resolve_settings(settings: Mapping[str, Any], where: str = "settings") -> To
                 "longest sequence that the workflow generates (workflow.max_new_tokens), or set "
                 "overlong_penalty = 0"
             )
-    return resolved
+    return _with_critic(resolved, where)
+
+
+def _with_critic(settings: TorchSettings, where: str) -> TorchSettings:
+    """With the critic's table where the baseline is one, and with none elsewhere."""
+    if settings.baseline != "critic":
+        if settings.critic is not None:
+            raise ConfigError(
+                f'{where}.critic: is given, but baseline is "{settings.baseline}"; set baseline = '
+                '"critic" (or preset = "ppo"), or leave the table out'
+            )
+        return settings
+    if settings.normalisation == "group_std":
+        raise ConfigError(
+            f'{where}.normalisation: is "group_std", but baseline = "critic" compares no siblings; '
+            'set it to "batch_std" or "none"'
+        )
+    return msgspec.structs.replace(settings, critic=settings.critic or CriticTable())

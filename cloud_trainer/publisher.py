@@ -37,7 +37,8 @@ Tensors = Mapping[str, TensorBytes]
 
 class Publisher:
     """Builds versions of ``policy``; ``base`` are the weights of version ``base_version``, which
-    may be published once more ("again") as an empty difference.
+    may be published once more ("again") as an empty difference. ``artefacts`` travel with a version
+    that is published whole; those of the ``model`` folder unless given.
 
     ``build`` blocks and is called by one thread at a time; ``capture`` by any.
     """
@@ -54,6 +55,7 @@ class Publisher:
         base_version: int,
         base: Tensors,
         table: PublicationTable | None = None,
+        artefacts: Mapping[str, bytes] | None = None,
     ) -> None:
         table = PublicationTable() if table is None else table
         self._settings = CodecSettings(coder=table.coder, link_bytes_s=table.link_bits_per_s / 8)
@@ -65,6 +67,7 @@ class Publisher:
         self._run = run
         self._policy = policy
         self._model = model
+        self._artefacts = artefacts
         self._base_version = base_version
         self._base = base
         self._base_digest: StateDigest | None = None
@@ -115,6 +118,7 @@ class Publisher:
             publication = build_version0(
                 self._model,
                 tensors=self._base,
+                artefacts=self._artefacts,
                 run=self._run,
                 policy=self._policy,
                 version=order.version,

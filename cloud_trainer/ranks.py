@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cloud_trainer.trainer import Arrays, Trainer, TrainingSequence
+from transport.messages import GroupDrift
 from transport.runs import PolicySpec
 from transport.weights.tensors import TensorBytes
 
@@ -171,10 +172,16 @@ class LeadTrainer:
             self._ranks.send(StepOrder(groups=whole))
             return self._trainer.step(whole)
 
+    def drifts(self) -> tuple[GroupDrift, ...]:
+        return self._trainer.drifts()
+
     def published_state(self) -> dict[str, TensorBytes]:
         with self._ranks.turn("publish"):
             self._ranks.send(PublishOrder())
             return self._trainer.published_state()
+
+    def artefacts(self) -> dict[str, bytes]:
+        return self._trainer.artefacts()  # nothing to gather
 
     def state_dict(self) -> tuple[Arrays, dict[str, Any]]:
         with self._ranks.turn("save"):

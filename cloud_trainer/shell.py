@@ -40,6 +40,7 @@ from transport.messages import (
     Body,
     ChunkRequest,
     Goodbye,
+    GroupDrift,
     GroupUnusable,
     Message,
     Plane,
@@ -70,6 +71,7 @@ class _Loaded(NamedTuple):
 
 class _Stepped(NamedTuple):
     metrics: dict[str, float]
+    drifts: tuple[GroupDrift, ...]
     weights: Tensors
     non_finite: str | None
 
@@ -275,6 +277,7 @@ class TrainerShell:
             base_version=self._start.position.version,
             base=loaded.weights,
             table=self._table.publication,
+            artefacts=loaded.trainer.artefacts(),
         )
         _log.info("model.loaded", step=self._start.position.step, tensors=len(loaded.weights))
         self._feed(on.ModelReady())
@@ -291,7 +294,7 @@ class TrainerShell:
         def step() -> _Stepped:
             metrics = self._model().step(groups)
             weights = self._model().published_state()
-            return _Stepped(metrics, weights, first_non_finite(weights))
+            return _Stepped(metrics, self._model().drifts(), weights, first_non_finite(weights))
 
         def done(stepped: _Stepped) -> None:
             finite = stepped.non_finite is None
@@ -299,7 +302,9 @@ class TrainerShell:
                 self._publisher.capture(order.step, stepped.weights)
             else:
                 _log.error("step.non_finite", step=order.step, tensor=stepped.non_finite)
-            self._feed(on.StepFinished(step=order.step, metrics=stepped.metrics, finite=finite))
+            facts, drifts = stepped.metrics, stepped.drifts
+            done = on.StepFinished(step=order.step, metrics=facts, finite=finite, drifts=drifts)
+            self._feed(done)
 
         self._workers.hand_over("model", step, done)
 

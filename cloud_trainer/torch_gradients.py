@@ -6,8 +6,9 @@ What always holds:
    memory and changes nothing else but rounding. They are dealt out to the ranks, each of which
    makes as many forward and backward passes as every other.
 2. What depends on the whole batch (which tokens fit the budget of the second moment, advantages of
-   rewards with a KL in them) is decided in a first pass without gradient, before any gradient is
-   taken. Settings that need no such decision cost no such pass.
+   rewards with a KL in them or of a critic) is decided in a first pass without gradient, before any
+   gradient is taken. Settings that need no such decision cost no such pass.
+3. Where a KL in the reward meets a critic, each token has its own part of it as a reward.
 """
 
 from dataclasses import replace
@@ -17,7 +18,15 @@ import numpy as np
 
 from cloud_trainer.advantages import Values
 from cloud_trainer.batching import Batch, MicroBatch
-from cloud_trainer.losses import fact_names, kl_terms, policy_losses, token_log_probabilities
+from cloud_trainer.critic import Critic, estimated, estimates, token_rewards
+from cloud_trainer.honesty import Comparison
+from cloud_trainer.losses import (
+    TokenLosses,
+    fact_names,
+    kl_terms,
+    policy_losses,
+    token_log_probabilities,
+)
 from cloud_trainer.second_moment import within_budget
 from cloud_trainer.torch_learner import Learner
 from cloud_trainer.torch_settings import TorchSettings
@@ -27,39 +36,64 @@ if TYPE_CHECKING:
 
 
 def accumulate(
-    learner: Learner, batch: Batch, settings: TorchSettings, *, device: str
+    learner: Learner,
+    batch: Batch,
+    settings: TorchSettings,
+    *,
+    device: str,
+    comparison: Comparison | None = None,
 ) -> dict[str, float]:
     """Leave the gradient of this rank's part of the batch in the parameters; returns the means of
-    the whole batch. Every rank calls it with the same batch."""
+    the whole batch. Every rank calls it with the same batch; ``comparison`` is filled in."""
+    import torch
+
+    critic = learner.critic
     totals = dict.fromkeys(("loss", *fact_names(settings), "entropy"), 0.0)
+    if critic is not None:
+        totals["value_loss"] = 0.0
     mine = learner.spread.share(batch.micro_batches, MicroBatch.without_trained)
     batch = replace(batch, micro_batches=tuple(mine))
-    batch, in_reward = _decided(learner, batch, settings, device)
-    if settings.kl_coefficient and settings.kl_in == "reward":
-        totals["kl_reference"] = in_reward / max(1, batch.trained)
+    batch, decided = _decided(learner, batch, settings, device)
     divisor = _divisor(batch, settings)
     for micro in batch.micro_batches:
-        now, entropy = _forward(learner.model, learner, micro, settings, device)
-        losses = policy_losses(
-            now,
-            _tensor(micro.behaviour, device),
-            _tensor(micro.advantage, device),
-            settings,
-            lengths=_tensor(micro.lengths, device),
-            kept=None if micro.takes_part is None else _tensor(micro.takes_part, device),
-            reference=(
-                _reference(learner, micro, settings, device)
-                if settings.kl_coefficient and settings.kl_in == "loss"
-                else None
-            ),
-        )
-        loss = losses.loss / divisor
-        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.set_grad_enabled(critic is None or not critic.warms_up):
+            now, entropy = _forward(learner.model, learner, micro, settings, device)
+            losses = _policy_losses(learner, micro, now, settings, device)
+        if comparison is not None:
+            comparison.add(micro, now.detach().double().cpu().numpy())
+        loss = whole = losses.loss / divisor
+        if critic is not None and micro.returns is not None:
+            values = _values(critic, micro, device)
+            value_loss = critic.losses(values, _tensor(micro.returns, device)) / batch.trained
+            totals["value_loss"] += value_loss.item()
+            whole = loss + value_loss
+        whole.backward()  # type: ignore[no-untyped-call]
         totals["loss"] += loss.item()
         for name, value in losses.facts.items():
             totals[name] += value / batch.trained
         totals["entropy"] += entropy / batch.trained
-    return learner.spread.total(totals)
+    if comparison is not None:
+        comparison.sums = _total(learner, comparison.sums)
+    return {**learner.spread.total(totals), **decided}
+
+
+def _policy_losses(
+    learner: Learner,
+    micro: MicroBatch,
+    now: "torch.Tensor",
+    settings: TorchSettings,
+    device: str,
+) -> TokenLosses:
+    in_loss = settings.kl_coefficient > 0 and settings.kl_in == "loss"
+    return policy_losses(
+        now,
+        _tensor(micro.behaviour, device),
+        _tensor(micro.advantage, device),
+        settings,
+        lengths=_tensor(micro.lengths, device),
+        kept=None if micro.takes_part is None else _tensor(micro.takes_part, device),
+        reference=_reference(learner, micro, settings, device) if in_loss else None,
+    )
 
 
 def _divisor(batch: Batch, settings: TorchSettings) -> int:
@@ -73,15 +107,16 @@ def _divisor(batch: Batch, settings: TorchSettings) -> int:
 
 def _decided(
     learner: Learner, batch: Batch, settings: TorchSettings, device: str
-) -> tuple[Batch, float]:
-    """The batch after what its first pass decided, and this rank's sum of KL estimates there."""
+) -> tuple[Batch, dict[str, float]]:
+    """The batch after what its first pass decided, and the means of all ranks from there."""
     import torch
 
+    critic = learner.critic
     in_reward = settings.kl_coefficient > 0 and settings.kl_in == "reward"
-    if not (in_reward or settings.second_moment_budget):
-        return batch, 0.0
-    log_ratios = np.zeros(batch.trained)
-    kl = np.zeros(batch.sequences)
+    if not (in_reward or settings.second_moment_budget or critic):
+        return batch, {}
+    log_ratios, kl, values, advantages, returns = np.zeros((5, batch.trained))
+    of_sequence = np.zeros(batch.sequences)
     with torch.no_grad():
         for micro in batch.micro_batches:
             now, _ = _forward(learner.model, learner, micro, settings, device)
@@ -89,11 +124,22 @@ def _decided(
             log_ratios[own] = now.double().cpu().numpy() - micro.behaviour
             if in_reward:
                 reference = _reference(learner, micro, settings, device)
-                terms = kl_terms(now, reference, settings.kl_estimator).double().cpu().numpy()
+                kl[own] = kl_terms(now, reference, settings.kl_estimator).double().cpu().numpy()
                 siblings = np.repeat(micro.sibling, micro.lengths)
-                kl += np.bincount(siblings, weights=terms, minlength=len(kl))
+                of_sequence += np.bincount(siblings, kl[own], minlength=len(of_sequence))
+            if critic is not None:
+                values[own] = _values(critic, micro, device).double().cpu().numpy()
+                rewards = token_rewards(micro, batch.rewards) - settings.kl_coefficient * kl[own]
+                advantages[own], returns[own] = estimates(micro, rewards, values[own], critic.table)
+    facts: dict[str, float] = {}
     if in_reward:
-        penalties = settings.kl_coefficient * _total(learner, kl)
+        facts["kl_reference"] = float(_total(learner, kl).sum()) / max(1, batch.trained)
+    if critic is not None:
+        batch, facts["explained_variance"] = estimated(
+            batch, settings, *(_total(learner, part) for part in (values, advantages, returns))
+        )
+    elif in_reward:
+        penalties = settings.kl_coefficient * _total(learner, of_sequence)
         batch = batch.with_rewards(batch.rewards - penalties, settings)
     if settings.second_moment_budget:
         takes_part = within_budget(_total(learner, log_ratios), settings.second_moment_budget)
@@ -104,7 +150,7 @@ def _decided(
                 for micro in batch.micro_batches
             ),
         )
-    return batch, float(kl.sum())
+    return batch, facts
 
 
 def _total(learner: Learner, own: Values) -> Values:
@@ -145,6 +191,11 @@ def _forward(
     )
     row, column = _tensor(micro.row, device), _tensor(micro.column, device)
     return chosen[row, column], float(entropy[row, column].sum())
+
+
+def _values(critic: Critic, micro: MicroBatch, device: str) -> "torch.Tensor":
+    """Values of the trained tokens [trained] after a forward pass."""
+    return critic.values(_tensor(micro.row, device), _tensor(micro.column, device), micro.kept)
 
 
 def _tensor(array: "np.ndarray[Any, Any]", device: str) -> "torch.Tensor":

@@ -6,9 +6,10 @@ import msgspec
 from msgspec import Meta
 
 from cloud_trainer.advantages import Baseline, Normalisation
+from cloud_trainer.critic_table import CriticTable
 from cloud_trainer.lora_table import LoraTable
 
-Preset = Literal["farflow", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "m2po"]
+Preset = Literal["farflow", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "m2po", "ppo"]
 RatioLevel = Literal["token", "sequence"]
 ClipForm = Literal["ppo", "cispo", "none"]
 Aggregation = Literal["token", "sequence", "constant"]
@@ -25,7 +26,8 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     off ``ratio_max``, ``overlong_penalty``, ``kl_coefficient``, ``importance_cap`` and
     ``second_moment_budget``. ``max_tokens`` is the length that ``aggregation = "constant"`` and
     ``overlong_penalty`` refer to. ``temperature`` must be the one that sequences are drawn at:
-    recorded log-probabilities are taken there."""
+    recorded log-probabilities are taken there. ``critic`` is for ``baseline = "critic"`` only,
+    which has the defaults of that table without it."""
 
     lr: Annotated[float, Meta(ge=0.0, le=1.0)] = 1e-4
     warmup_steps: Annotated[int, Meta(ge=0)] = 10
@@ -47,6 +49,7 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     aggregation: Aggregation = "token"
     max_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 0
     baseline: Baseline = "group_mean"
+    critic: CriticTable | None = None
     normalisation: Normalisation = "group_std"
     overlong_penalty: Coefficient = 0.0
     overlong_share: Annotated[float, Meta(ge=1e-3, le=1.0)] = 0.2

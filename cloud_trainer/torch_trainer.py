@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cloud_trainer.batching import Batch, make_batch
-from cloud_trainer.lora import Adapter, adapter_parameters, add_adapters
+from cloud_trainer.critic import PREFIX, add_critic
+from cloud_trainer.honesty import Comparison
+from cloud_trainer.lora import Adapter, adapter_parameters, add_adapters, published_files
 from cloud_trainer.model_blocks import checkpoint_activations
+from cloud_trainer.optimizer_state import check_saved, restore, saved
 from cloud_trainer.presets import resolve_settings
 from cloud_trainer.ranks import Ranks, SingleRank
 from cloud_trainer.spread import spread_over
@@ -30,7 +33,8 @@ from cloud_trainer.torch_gradients import accumulate
 from cloud_trainer.torch_learner import Learner
 from cloud_trainer.torch_reference import load_reference
 from cloud_trainer.trainer import Arrays, TrainingSequence
-from transport.errors import LocalProtocolError, ModelError
+from transport.errors import LocalProtocolError
+from transport.messages import GroupDrift
 from transport.runtime.model_folder import (
     load_model,
     load_tokenizer,
@@ -42,8 +46,6 @@ from transport.weights.tensors import TensorBytes
 
 if TYPE_CHECKING:
     import torch
-
-_MASTER, _FIRST, _SECOND = "master", "first", "second"
 
 
 class TorchTrainer:
@@ -69,6 +71,7 @@ class TorchTrainer:
         self._spread = spread_over(SingleRank() if ranks is None else ranks, device)
         self._threads = threads
         self._updates = 0
+        self._drifts: tuple[GroupDrift, ...] = ()
         self._learner: Learner | None = None
 
     def load(self, folder: Path) -> None:
@@ -81,9 +84,12 @@ class TorchTrainer:
         keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         adapters: dict[str, Adapter] = {}
         trained = loaded.weights.parameters
-        if self.settings.lora is not None:
-            adapters = add_adapters(loaded, self.settings.lora)
+        artefacts, lora = read_artefacts(folder), self.settings.lora
+        if lora is not None:
+            adapters = add_adapters(loaded, lora)
             trained = adapter_parameters(loaded, adapters)
+            if lora.publish == "adapter":
+                artefacts = published_files(folder, lora, adapters, threads=self._threads)
         if self.settings.gradient_checkpointing:
             checkpoint_activations(loaded.model)
         placed = self._spread.place(loaded.model, {**loaded.weights.parameters, **trained})
@@ -96,10 +102,12 @@ class TorchTrainer:
             optimizer=self._new_optimizer(list(trained.values())),
             vocabulary=vocabulary,
             keeps_logits=keeps_logits,
-            artefacts=read_artefacts(folder),
+            artefacts=artefacts,
             spread=self._spread,
             adapters=adapters,
+            lora=lora,
             reference=load_reference(folder, self.settings, self._spread),
+            critic=add_critic(loaded.model, self.settings, self._spread),
         )
         self._updates = self.step_count = 0
 
@@ -115,7 +123,11 @@ class TorchTrainer:
         self._limit_threads()
         learner = self._loaded()
         batch = make_batch(groups, self.settings, vocabulary=learner.vocabulary)
-        facts = accumulate(learner, batch, self.settings, device=self._spread.device)
+        comparison = Comparison(batch.sequences)
+        facts = accumulate(
+            learner, batch, self.settings, device=self._spread.device, comparison=comparison
+        )
+        self._drifts = comparison.drifts(batch.siblings)
         norm, skipped, lr = self._update(learner, batch)
         self.step_count += 1
         return {
@@ -129,54 +141,46 @@ class TorchTrainer:
             "malformed_groups": float(batch.malformed_groups),
         }
 
+    def drifts(self) -> tuple[GroupDrift, ...]:
+        """See ``Trainer.drifts``."""
+        return self._drifts
+
     def published_state(self) -> dict[str, TensorBytes]:
         """See ``Trainer.published_state``."""
         return dict(self._loaded().published())
 
+    def artefacts(self) -> dict[str, bytes]:
+        """See ``Trainer.artefacts``."""
+        return self._loaded().artefacts
+
     def state_dict(self) -> tuple[Arrays, dict[str, Any]]:
         """See ``Trainer.state_dict``."""
-        import torch
-
         learner = self._loaded()
-        arrays: Arrays = {}
-        for name, parameter in learner.trained.items():
-            zeros = torch.zeros_like(parameter)
-            state = learner.optimizer.state.get(parameter, {})
-            for kind, values in (
-                (_MASTER, parameter),
-                (_FIRST, state.get("exp_avg", zeros)),
-                (_SECOND, state.get("exp_avg_sq", zeros)),
-            ):
-                whole = self._spread.whole(values)
-                if self._spread.rank == 0:
-                    arrays[f"{kind}.{name}"] = whole.cpu().numpy().copy()
-        return arrays, {"step_count": self.step_count, "updates": self._updates}
+        arrays = saved(learner.trained, learner.optimizer, self._spread)
+        meta = {"step_count": self.step_count, "updates": self._updates}
+        critic = learner.critic
+        if critic is not None:
+            arrays |= saved(critic.parameters, critic.optimizer, self._spread, PREFIX)
+            meta["critic_updates"] = critic.updates
+        return arrays, meta
 
     def load_state_dict(self, arrays: Arrays, meta: dict[str, Any]) -> None:
         """See ``Trainer.load_state_dict``; raises ModelError for another model's state. Ranks other
         than 0 give no arrays."""
-        import torch
-
         learner = self._loaded()
+        critic = learner.critic
         if self._spread.rank == 0:
-            _check_arrays(arrays, learner)
+            check_saved(arrays, learner.trained)
+            if critic is not None:
+                check_saved(arrays, critic.parameters, PREFIX)
         self._updates = int(meta["updates"])
         self.step_count = int(meta["step_count"])
-        learner.optimizer.state.clear()
-        for name, parameter in learner.trained.items():
-            state = {}
-            for kind in (_MASTER, _FIRST, _SECOND):
-                array = arrays.get(f"{kind}.{name}")
-                whole = None if array is None else torch.from_numpy(array.copy())
-                state[kind] = self._spread.cut(whole, parameter)
-            with torch.no_grad():
-                parameter.copy_(state[_MASTER])
-            if self._updates:
-                learner.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(self._updates), device=parameter.device),
-                    "exp_avg": state[_FIRST],
-                    "exp_avg_sq": state[_SECOND],
-                }
+        restore(arrays, learner.trained, learner.optimizer, self._spread, self._updates)
+        if critic is not None:
+            critic.updates = int(meta["critic_updates"])
+            restore(
+                arrays, critic.parameters, critic.optimizer, self._spread, critic.updates, PREFIX
+            )
 
     def export(self, folder: Path) -> None:
         """See ``Trainer.export``; ``folder`` must not exist (StoreError)."""
@@ -186,24 +190,36 @@ class TorchTrainer:
 
     def _update(self, learner: Learner, batch: Batch) -> tuple[float, bool, float]:
         """Gradient norm (0 when not finite), whether the step was skipped, and learning rate."""
-        import torch
-
-        s = self.settings
-        lr = s.lr * min(1.0, (self._updates + 1) / max(1, s.warmup_steps))
+        s, critic = self.settings, learner.critic
+        stays = critic is not None and critic.warms_up
+        lr = 0.0 if stays else s.lr * min(1.0, (self._updates + 1) / max(1, s.warmup_steps))
         if not batch.micro_batches:
             return 0.0, False, lr
-        parameters = list(learner.trained.values())
-        self._spread.sum_gradients(parameters)
-        found = torch.nn.utils.clip_grad_norm_(parameters, s.max_grad_norm)
-        norm = float(self._spread.whole(found))
+        norm = 0.0 if stays else self._clipped(learner.trained)
         finite = bool(np.isfinite(norm))
-        if finite:
+        if critic is not None:
+            finite = bool(np.isfinite(self._clipped(critic.parameters))) and finite
+        if finite and not stays:
             for group in learner.optimizer.param_groups:
                 group["lr"] = lr
             learner.optimizer.step()
             self._updates += 1
         learner.optimizer.zero_grad(set_to_none=True)
+        if critic is not None:
+            if finite:
+                critic.optimizer.step()
+                critic.updates += 1
+            critic.optimizer.zero_grad(set_to_none=True)
         return (norm if finite else 0.0), not finite, lr
+
+    def _clipped(self, parameters: "Mapping[str, torch.nn.Parameter]") -> float:
+        """The norm of the batch's gradient by these, which is no longer than allowed then."""
+        import torch
+
+        trained = list(parameters.values())
+        self._spread.sum_gradients(trained)
+        found = torch.nn.utils.clip_grad_norm_(trained, self.settings.max_grad_norm)
+        return float(self._spread.whole(found))
 
     def _new_optimizer(self, parameters: "list[torch.nn.Parameter]") -> "torch.optim.AdamW":
         import torch
@@ -228,13 +244,3 @@ class TorchTrainer:
         import torch
 
         torch.set_num_threads(self._threads)
-
-
-def _check_arrays(arrays: Arrays, learner: Learner) -> None:
-    """Raises ModelError unless they are the state of such a learner."""
-    for name, parameter in learner.trained.items():
-        shape = tuple(parameter.shape)
-        for kind in (_MASTER, _FIRST, _SECOND):
-            array = arrays.get(f"{kind}.{name}")
-            if array is None or array.shape != shape or array.dtype != np.float32:
-                raise ModelError(f"state has no float32 {kind}.{name} of shape {shape}")

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from transport.messages import GroupDrift
 from transport.weights.tensors import TensorBytes
 
 Arrays = dict[str, NDArray[np.generic]]
@@ -50,8 +51,18 @@ class Trainer(Protocol):
         """One optimizer step over whole groups; returns metrics by name."""
         ...
 
+    def drifts(self) -> tuple[GroupDrift, ...]:
+        """How far the recorded log-probabilities of the last step's groups were from those of the
+        weights before it, by group and version; nothing from a trainer that cannot say."""
+        ...
+
     def published_state(self) -> dict[str, TensorBytes]:
         """The weights in the published type under canonical names, sorted, tied ones once."""
+        ...
+
+    def artefacts(self) -> dict[str, bytes]:
+        """The files that travel with the published weights, by name: those of the loaded folder,
+        or an adapter's."""
         ...
 
     def state_dict(self) -> tuple[Arrays, dict[str, Any]]:
@@ -61,5 +72,6 @@ class Trainer(Protocol):
     def load_state_dict(self, arrays: Arrays, meta: dict[str, Any]) -> None: ...
 
     def export(self, folder: Path) -> None:
-        """Write the model as a stock Hugging Face folder that plain ``transformers`` loads."""
+        """Write what is published as a stock Hugging Face folder, which plain ``transformers``
+        loads, or ``peft`` where it is an adapter."""
         ...

@@ -21,6 +21,7 @@ from edge_agent.containment import Containment
 from edge_agent.core.effects import RunAttempt
 from edge_agent.core.events import AttemptCrashed, Event, GroupGenerated, GroupSpooled
 from edge_agent.engine import Engine
+from edge_agent.recheck import rechecked
 from edge_agent.rewards import RewardPool
 from edge_agent.rollouts import Rollout, checked
 from edge_agent.spool import Spool
@@ -157,6 +158,8 @@ class AttemptRunner:
         self._contained.add(contained)
         try:
             async with asyncio.timeout(self._timeout_s):
+                if offer.recheck:
+                    return await self._rechecked(offer)
                 code = self._workflows[offer.workflow].fingerprint
                 async with TurnsOfAttempt(offer, code, self._engine, self._keeper) as turns:
                     rollouts = await self._rolled_out(offer, generation_time, turns, contained)
@@ -170,6 +173,11 @@ class AttemptRunner:
                 ) from error
             raise AttemptTimeout(f"not done within {self._timeout_s:g} s") from error
         return group_of(offer, [rollout for _, rollout in rollouts], rewards)
+
+    async def _rechecked(self, offer: LeaseOffer) -> TrajectoryGroup:
+        group = await rechecked(offer, self._engine, self._rewards, self._keeper)
+        self._feed(GroupGenerated(attempt=offer.attempt, fence=offer.fence))
+        return group
 
     async def _rolled_out(
         self,

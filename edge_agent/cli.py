@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from transport.runtime.daemon_cli import EXIT_FAILED, Serve, daemon_command, foreseen_errors
+from transport.runtime.service_commands import place_options, uninstall_command
 
 if TYPE_CHECKING:
     from edge_agent.config import AgentConfig
@@ -195,3 +196,60 @@ def doctor(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) ->
         if wrong is not None:
             click.echo(f"first: {wrong.probe}: {wrong.text}\nremedy: {wrong.remedy}")
     raise SystemExit(0 if wrong is None else EXIT_FAILED)
+
+
+@agent_group.command("install")
+@click.option(
+    "--token-file", metavar="FILE", help="The token; needed where no agent is enrolled yet."
+)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Gets agent.toml, keys and state; the default is /var/lib/farflow-agent, and with --user"
+    " farflow-agent in your data folder.",
+)
+@click.option("--name", default="", help="What to be called; the host's name by default.")
+@click.option("--engine", default="", metavar="ENGINE", help="For a new agent.toml: agent.engine.")
+@click.option("--device", default="", metavar="DEVICE", help="Likewise: agent.device.")
+@click.option("--slots", type=int, metavar="N", help="Likewise: agent.slots.")
+@place_options("agent")
+def install(
+    token_file: str | None,
+    folder: Path | None,
+    name: str,
+    engine: str,
+    device: str,
+    slots: int | None,
+    user_units: bool,
+    run_as: str,
+    service: str,
+    unit_folder: Path | None,
+) -> None:
+    """Make this box an agent that systemd keeps running: enrol, configure, check, start.
+
+    Again it is an upgrade: key and agent.toml stay as they are, the unit is written anew and the
+    agent started again. Nothing is started while `farflow agent doctor` finds something wrong (exit
+    status 1); what it says is printed, and the command can be given again.
+    """
+    from edge_agent.install import install_agent
+    from transport.runtime.logs import configure_logging
+    from transport.runtime.service_install import find_place, service_name
+
+    wanted = {"engine": engine, "device": device, "slots": slots}
+    configure_logging("error", component="agent install")
+    with foreseen_errors("farflow agent install"):
+        place = find_place(user_units=user_units, run_as=run_as, unit_folder=unit_folder)
+        lines, healthy = install_agent(
+            place,
+            service_name(service),
+            token_file=token_file,
+            folder=folder,
+            name=name,
+            settings={key: value for key, value in wanted.items() if value},
+        )
+    for line in lines:
+        click.echo(line)
+    raise SystemExit(0 if healthy else EXIT_FAILED)
+
+
+agent_group.add_command(uninstall_command("agent", 900.0))

@@ -28,6 +28,26 @@ class FakeEngineTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cv_tokens: Annotated[float, Meta(ge=0.0)] = 0.5
 
 
+class VllmTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[agent.vllm]``: how vLLM is run; each policy has its own. ``dtype`` auto is the folder's;
+    ``max_model_len`` is the longest prompt with its answer in tokens (0: the model's own);
+    ``max_sequences`` bounds one policy's sequences in generation. A policy takes ``memory_share``
+    of the device's memory, or its own in ``memory_shares`` by name or id (their sum below 1), or,
+    if ``kv_cache_gib`` is not 0, so much for the KV cache beside its weights. ``extra`` are
+    further arguments of vLLM by the names of ``AsyncEngineArgs``."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    max_model_len: Annotated[int, Meta(ge=0)] = 0
+    max_sequences: Annotated[int, Meta(ge=1, le=65536)] = 256
+    memory_share: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.85
+    memory_shares: dict[str, Annotated[float, Meta(gt=0.0, lt=1.0)]] = {}
+    kv_cache_gib: Annotated[float, Meta(ge=0.0)] = 0.0
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    enforce_eager: bool = False
+    start_timeout_s: PositiveSeconds = 1800.0
+    extra: dict[str, bool | int | float | str] = {}
+
+
 class ProgramTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[agent.programs.NAME]``: a program that runs may name as their workflow, ``program:NAME``,
     and that nobody but the owner of this agent can add. ``command`` is the program with its
@@ -46,7 +66,8 @@ class ProgramTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[agent]``. ``slots`` is the number of concurrent sequences; ``local_models`` maps a
-    policy's name or id to a folder that spares the download when its digest matches;
+    policy's name or id to a folder that spares the download when its digest matches, and that a
+    policy which is published as an adapter must have, as the model below it;
     ``decode_threads`` decode arriving weights (0: one a processor, at most four); every
     ``verify_every_swaps`` swaps, and at every version whose full digest is signed, the copy of a
     policy is read again as a whole, after the first two and every ``read_back_every_swaps``-th
@@ -61,7 +82,7 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     folder: str = "agent"
     key: str = ""
     token_file: str = ""
-    engine: Literal["torch", "fake"] = "torch"
+    engine: Literal["vllm", "torch", "fake"] = "torch"
     slots: Count = 64
     device: str = "cpu"
     threads: Count = 1
@@ -82,6 +103,7 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     attempt_timeout_s: PositiveSeconds = 3600.0
     drain_s: Seconds = 30.0
     fake: FakeEngineTable = FakeEngineTable()
+    vllm: VllmTable = VllmTable()
 
 
 class AgentConfig(DaemonConfig, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from transport.errors import ModelError
 from transport.weights.patch import Patch
 from transport.weights.tensors import Cells, TensorBytes
 
@@ -59,6 +60,19 @@ def stop_fault(sampling: SamplingParams) -> str:
     return ""
 
 
+def refuse_adapter(policy: str, base: Path | None) -> None:
+    """For engines that take none.
+
+    Raises:
+        ModelError: ``policy`` is an adapter on a model.
+    """
+    if base is not None:
+        raise ModelError(
+            f"{policy} is published as an adapter, which this engine does not take; set"
+            f' agent.engine = "torch", or lora.publish = "merged" in the policy\'s settings'
+        )
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``n`` completions of one prompt under one policy."""
 
@@ -93,6 +107,8 @@ class Engine(Protocol):
     """Generation for several policies with at most ``slots`` concurrent sequences."""
 
     slots: int
+    takes_adapters: bool
+    """Whether it can have a policy's adapter on a model that it loads beside it."""
     when_freed: Callable[[], None] | None
     """Called on the event loop whenever sequences have left the engine; the agent sets it before
     ``start``. It must not block."""
@@ -138,8 +154,12 @@ class Engine(Protocol):
         """
         ...
 
-    async def load_policy(self, policy: str, folder: Path, version: int) -> None:
-        """Load a Hugging Face folder (config, tokenizer, safetensors) as ``version``.
+    async def load_policy(
+        self, policy: str, folder: Path, version: int, base: Path | None = None
+    ) -> None:
+        """Load a Hugging Face folder (config, tokenizer, safetensors) as ``version``; with ``base``
+        the adapter in ``folder`` on the model in ``base``, which stays as it is. Then the policy's
+        weights are the adapter's.
 
         Raises:
             ModelError: the folder does not load; names the file and what is wrong.

@@ -18,8 +18,9 @@ import asyncio
 import os
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -40,6 +41,8 @@ from transport.links import Link, LinkOptions, Network
 from transport.messages import EnrolReply, EnrolRequest, Plane, Refuse, Role
 from transport.permissions import may_send
 from transport.plane_links import bracketed
+from transport.runtime.config import convert
+from transport.runtime.config_text import commented_toml
 from transport.runtime.files import atomic_write
 from transport.runtime.settings import TransportConfig
 from transport.server_keys import PinnedServerKeys
@@ -188,37 +191,39 @@ def host_name() -> str:
     return plain.strip("-._")[:48]
 
 
-def config_text(folder: Path, facts: Enrolment) -> str:
-    """The ``agent.toml`` of an enrolled agent."""
-    return f"""\
-# Agent {facts.name}, enrolled with {facts.host}.
-# Start it with: farflow agent run --config agent.toml
+def config_text(folder: Path, facts: Enrolment, settings: Mapping[str, Any]) -> str:
+    """The ``agent.toml`` of an enrolled agent, with every key that it could have; ``settings`` are
+    those of ``[agent]`` that its owner chose.
 
-[transport]
-host = "{facts.host}"
-control_port = {facts.control_port}
-trajectories_port = {facts.trajectories_port}
-weights_port = {facts.weights_port}
-keys = {_quoted(folder / "keys")}
+    Raises:
+        ConfigError: a value of ``settings`` is wrong.
+    """
+    own = {**settings, "folder": str(folder / "state"), "key": str(folder / "keys" / KEY)}
+    transport = {
+        "host": facts.host,
+        "control_port": facts.control_port,
+        "trajectories_port": facts.trajectories_port,
+        "weights_port": facts.weights_port,
+        "keys": str(folder / "keys"),
+    }
+    convert({"agent": own, "transport": transport}, AgentConfig)
+    return commented_toml(
+        AgentConfig,
+        f"Agent {facts.name}, enrolled with {facts.host}. A line that begins with # and a key is a"
+        " setting at its default.\nStart it with: farflow agent run --config agent.toml",
+        {"transport": transport, "agent": own},
+    )
 
-[agent]
-folder = {_quoted(folder / "state")}
-key = {_quoted(folder / "keys" / KEY)}
-# engine = "torch"
-# device = "cuda"
-# slots = 64
-"""
 
-
-def write_config(folder: Path, facts: Enrolment) -> Path:
+def write_config(folder: Path, facts: Enrolment, settings: Mapping[str, Any] | None = None) -> Path:
     """Write ``agent.toml`` unless there is one; returns its path.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be written, or as ``config_text``.
     """
     path = folder / "agent.toml"
     if not path.exists():
-        write_new(path, config_text(folder, facts), mode=0o644)
+        write_new(path, config_text(folder, facts, settings or {}), mode=0o644)
     return path
 
 
@@ -359,7 +364,3 @@ def _finish(keys: Path, token: TokenFile, pair: KeyPair, reply: EnrolReply) -> E
     own.save(keys / KEY)
     os.unlink(keys / _PENDING)
     return facts
-
-
-def _quoted(path: Path) -> str:
-    return msgspec.json.encode(str(path)).decode()

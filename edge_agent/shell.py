@@ -52,6 +52,7 @@ from edge_agent.core.machine import AgentCore
 from edge_agent.core.settings import AgentSettings
 from edge_agent.draining import take_note
 from edge_agent.engine import Engine
+from edge_agent.gpu import GpuWatch
 from edge_agent.home import AgentHome
 from edge_agent.rewards import RewardPool, available_rewards
 from edge_agent.uploader import Uploader
@@ -94,7 +95,9 @@ MakeSources = Callable[
 and going."""
 
 
-def core_settings(config: AgentConfig, workflows: Mapping[str, Workflow]) -> AgentSettings:
+def core_settings(
+    config: AgentConfig, workflows: Mapping[str, Workflow], *, takes_adapters: bool
+) -> AgentSettings:
     """The core's view of ``[agent]`` and of what this installation can do."""
     table = config.agent
     return AgentSettings(
@@ -104,6 +107,7 @@ def core_settings(config: AgentConfig, workflows: Mapping[str, Workflow]) -> Age
         workflows={name: workflow.fingerprint for name, workflow in workflows.items()},
         rewards=available_rewards(),
         labels=table.labels,
+        bases=tuple(table.local_models) if takes_adapters else (),
         price_usd_hour=table.price_usd_hour,
         egress_usd_gb=table.egress_usd_gb,
         spool_bytes=table.spool_bytes,
@@ -135,7 +139,7 @@ class AgentShell:
         workflows = {name: load_workflow(name) for name in (*SHIPPED, *config.agent.workflows)}
         workflows |= offered_programs(config.agent.programs)
         self.core = AgentCore(
-            core_settings(config, workflows),
+            core_settings(config, workflows, takes_adapters=engine.takes_adapters),
             incarnation=home.incarnation,
             build=_build(),
             rng=random.Random(),  # noqa: S311 - spreads retries
@@ -178,6 +182,7 @@ class AgentShell:
         self._timer: asyncio.TimerHandle | None = None
         self._looking = False
         engine.when_freed = self._sequences_ended
+        self._gpus = GpuWatch()
         self._tasks: asyncio.TaskGroup | None = None
         self._outcome: asyncio.Future[Exit] | None = None
 
@@ -199,6 +204,7 @@ class AgentShell:
                 ),
                 tasks.create_task(self._uploader.run()),
                 tasks.create_task(self._sources.run()),
+                tasks.create_task(self._gpus.run()),
                 tasks.create_task(self._drain_at(stop)),
             ]
             self._measure()
@@ -304,6 +310,7 @@ class AgentShell:
                 bytes_up=self._links.bytes_up,
                 bytes_down=self._links.bytes_down + self._sources.bytes_down,
                 wall_s=self._clock.wall_s(),
+                gpus=self._gpus.readings,
             )
         )
 

@@ -13,13 +13,13 @@ import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import structlog
 
+from edge_agent.bases import base_of, local_model
 from edge_agent.core.effects import (
     CancelFetch,
     DiscardCopy,
@@ -47,7 +47,6 @@ from edge_agent.weight_staging import Intake, StagedVersion
 from transport.chunk_parts import SourceId
 from transport.chunks import ReceivedChunk
 from transport.errors import EngineError, FarflowError, StoreError, WeightApplyFailed
-from transport.ids import policy_name
 from transport.messages import Ahead, Chunk, PlanStep, VersionRef, WeightsPlan, WeightsRequest
 from transport.runtime.clock import Clock
 from transport.weights.digest import StateDigest, tensor_kind, tensor_sum
@@ -308,7 +307,8 @@ class WeightsClient:
 
     async def _load(self, policy: str, ref: VersionRef) -> None:
         folder = await self._on_disk(self._copies.folder, policy)
-        await self._engine.load_policy(policy, folder, ref.version)
+        base = await asyncio.to_thread(base_of, self._local_models, policy, folder)
+        await self._engine.load_policy(policy, folder, ref.version, base)
         loaded = await asyncio.to_thread(self._engine_digest, policy)
         if loaded != ref.digest:
             raise EngineDrifted(
@@ -366,15 +366,17 @@ class WeightsClient:
     async def _local(self, plan: WeightsPlan) -> StagedVersion | None:
         """The plan's first version if a configured folder is exactly that."""
         policy = plan.policy
-        folder = self._local_models.get(policy) or self._local_models.get(policy_name(policy))
+        folder = local_model(self._local_models, policy)
         held = await self._on_disk(self._copies.held)
         first = plan.steps[0]
-        if not folder or policy in held or not first.key_id:
+        if folder is None or policy in held or not first.key_id:
+            return None
+        if decode_manifest(first.manifest).is_adapter:  # what is there is the model below it
             return None
         signed = SignedManifest(
             manifest=first.manifest, signature=first.signature, key_id=first.key_id
         )
-        return await self._on_disk(self._copies.match_local, policy, Path(folder), signed)
+        return await self._on_disk(self._copies.match_local, policy, folder, signed)
 
     async def _download(self, intake: Intake, ahead: Sequence[Ahead]) -> int:
         if not intake.wanted:

@@ -12,9 +12,11 @@ from transport.runtime.daemon_cli import foreseen_errors
 from transport.runtime.origin import verify_origin
 
 _COMMANDS = {
+    "init": ("farflow.init_command:init", "Write the file and keys of a new deployment."),
     "up": ("farflow.commands:up", "Run scheduler, agents and trainer of one file on this machine."),
     "status": ("farflow.commands:status", "Show what a scheduler and its agents are doing."),
-    "run": ("farflow.commands:run_group", "Submit, list, pause, resume and stop runs."),
+    "top": ("farflow.top:top", "Watch runs and agents on the whole screen."),
+    "run": ("farflow.commands:run_group", "Submit, list, pause, resume, stop and compare runs."),
     "submit": ("farflow.jobs_commands:submit", "Submit jobs of your own to a run."),
     "results": ("farflow.jobs_commands:results", "Show how those jobs ended."),
     "cancel": ("farflow.jobs_commands:cancel", "Cancel jobs of your own."),

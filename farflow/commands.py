@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from farflow.connect import with_operator
+from farflow.lazy import LazyGroup
 from farflow.options import FILE, config_option, json_option, key_option, say_done, set_option
 from transport.errors import ConfigError
 
@@ -99,9 +100,16 @@ def status(
     console.print(overview(found, every=every))
 
 
-@click.group("run")
+@click.group(
+    "run",
+    cls=LazyGroup,
+    lazy={
+        "history": ("farflow.runs_commands:history", "List recorded runs, without a scheduler."),
+        "compare": ("farflow.runs_commands:compare", "Compare recorded runs."),
+    },
+)
 def run_group() -> None:
-    """Submit, list, pause, resume and stop runs."""
+    """Submit, list, pause, resume and stop runs; list and compare recorded ones."""
 
 
 @run_group.command("submit")
@@ -216,6 +224,14 @@ def config_reference() -> None:
     from farflow.reference import reference
 
     click.echo(reference(), nl=False)
+
+
+@config_group.command("metrics")
+def config_metrics() -> None:
+    """Print the table of every metric and alert (docs/metrics.md)."""
+    from transport.telemetry import markdown
+
+    click.echo(markdown(), nl=False)
 
 
 def _resolve(

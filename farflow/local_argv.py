@@ -46,10 +46,17 @@ class CommandLines:
         )
 
     def agent(self, agent: LocalAgent, ports: Mapping[str, int]) -> list[str]:
+        # What a policy's adapter belongs to is on this machine, too.
+        models = {
+            f"agent.local_models.{name}": policy.model
+            for name, policy in self._spec.policies.items()
+            if policy.publishes_adapter
+        }
         settings = {f"agent.{key}": value for key, value in _flat(agent.settings)}
         return self._daemon(
             "agent",
             {
+                **models,
                 **settings,
                 "agent.folder": str(self._folder.agent(agent.name)),
                 "agent.key": str(self._folder.keys / f"{agent.name}.toml"),

@@ -1,6 +1,7 @@
 """The pictures of a finished run, out of its ``metrics.jsonl``; needs the ``plots`` extra."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,27 @@ def draw(records: list[dict[str, Any]], folder: Path) -> list[Path]:
     figure.savefig(written[-1], dpi=120)
     plt.close(figure)
     return written
+
+
+def draw_comparison(
+    curves: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]], file: Path
+) -> None:
+    """Rewards and held-out accuracies by step, both shares, of several runs in one PNG; ``curves``
+    is by the label in the legend."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for number, (label, (rewards, accuracies)) in enumerate(curves.items()):
+        colour = f"C{number % 10}"
+        axes.plot([*rewards], [*rewards.values()], color=colour, linewidth=1, label=label)
+        axes.plot([*accuracies], [*accuracies.values()], "o--", color=colour)
+    title = "Training reward (lines) and held-out accuracy (dots)"
+    axes.set(xlabel="optimizer step", ylabel="share correct", title=title)
+    axes.grid(alpha=0.3)
+    if curves:
+        axes.legend(loc="lower right")
+    figure.savefig(file, dpi=120, format="png")
+    plt.close(figure)

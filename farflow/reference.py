@@ -3,13 +3,10 @@
 ``docs/configuration.md`` is this text; a test compares them.
 """
 
-import inspect
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeGuard, get_args, get_origin
-
 import msgspec
 
 from cloud_trainer.config import PublicationTable, TrainerTable
+from cloud_trainer.critic_table import CriticTable
 from cloud_trainer.emulated_trainer import EmulatedSettings
 from cloud_trainer.lora_table import LoraTable
 from cloud_trainer.numpy_trainer import NumpySettings
@@ -18,7 +15,7 @@ from edge_agent.config import AgentTable, FakeEngineTable, ProgramTable
 from farflow.run_file import RunTable
 from farflow.up_config import LocalTable
 from scheduler.autoscaler import AutoscalerTable
-from scheduler.config import SchedulerTable
+from scheduler.config import HttpTable, SchedulerTable
 from transport.relay_config import RelayTable
 from transport.runs import (
     AlgorithmSpec,
@@ -31,6 +28,7 @@ from transport.runs import (
     TaskSpec,
     WorkflowSpec,
 )
+from transport.runtime.config_text import default_of, described, type_text
 from transport.runtime.settings import LogConfig, RelayAddress, TransportConfig
 
 DEPLOYMENT: tuple[tuple[str, type[msgspec.Struct]], ...] = (
@@ -38,6 +36,7 @@ DEPLOYMENT: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("transport.relays", RelayAddress),
     ("scheduler", SchedulerTable),
     ("scheduler.autoscaler", AutoscalerTable),
+    ("http", HttpTable),
     ("agent", AgentTable),
     ("agent.fake", FakeEngineTable),
     ("agent.programs.NAME", ProgramTable),
@@ -52,6 +51,7 @@ RUN: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("policies.NAME", PolicySpec),
     ('policies.NAME.settings with trainer = "torch"', TorchSettings),
     ("policies.NAME.settings.lora", LoraTable),
+    ("policies.NAME.settings.critic", CriticTable),
     ('policies.NAME.settings with trainer = "numpy"', NumpySettings),
     ('policies.NAME.settings with trainer = "emulated"', EmulatedSettings),
     ("policies.NAME.data", DataSpec),
@@ -91,11 +91,11 @@ def reference() -> str:
         parts.append(f"\n## {title}\n")
         for name, struct in tables:
             parts.append(
-                f"\n### {_title(name)}\n\n{_doc(struct)}\n\n"
+                f"\n### {_title(name)}\n\n{described(struct)}\n\n"
                 "| key | type | default |\n|---|---|---|\n"
             )
             parts.extend(
-                f"| `{field.encode_name}` | {_type(field.type)} | {_default(field)} |\n"
+                f"| `{field.encode_name}` | {type_text(field.type)} | {_default(field)} |\n"
                 for field in msgspec.structs.fields(struct)
             )
     return "".join(parts)
@@ -107,45 +107,10 @@ def _title(name: str) -> str:
     return f"`[{table}]`" + (f" with `{condition}`" if condition else "")
 
 
-def _doc(struct: type[msgspec.Struct]) -> str:
-    text = " ".join(inspect.cleandoc(struct.__doc__ or "").split())
-    return text.replace("``", "`")
-
-
-def _type(kind: Any) -> str:
-    if hasattr(kind, "__metadata__"):
-        base, *extra = get_args(kind)
-        bounds = [
-            f"{sign} {value:g}"
-            for meta in extra
-            for sign, value in (("≥", meta.ge), (">", meta.gt), ("≤", meta.le))
-            if value is not None
-        ]
-        return " ".join([_type(base), *bounds])
-    origin = get_origin(kind)
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in get_args(kind))
-    if origin is dict and _is_table(get_args(kind)[1]):
-        return f"tables `{get_args(kind)[1].__name__}` by name"
-    element = get_args(kind)[0] if origin is tuple else None
-    if _is_table(element):
-        return f"list of tables `{element.__name__}`"
-    if origin is UnionType:
-        return " or ".join(_type(each) for each in get_args(kind) if each is not NoneType)
-    if origin is not None:
-        return str(kind).replace("typing.", "").replace(" | ", " or ")
-    name = getattr(kind, "__name__", str(kind))
-    return f"table `{name}`" if _is_table(kind) else name
-
-
-def _is_table(kind: Any) -> TypeGuard[type[msgspec.Struct]]:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "required"
-    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    value = default_of(field)
     if isinstance(value, msgspec.Struct):
         return "its own table"
     return f"`{value!r}`"

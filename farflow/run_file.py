@@ -41,7 +41,11 @@ class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     policies and agents meet at a barrier before every step, as in synchronous trainers: groups are
     made by the newest weights alone, nothing is made while a trainer works. It is there to be
     compared with. ``curators`` (``[[run.curators]]``) are asked in order for each training item;
-    the first one that objects has it skipped."""
+    the first one that objects has it skipped. Log-probabilities that an agent recorded may differ
+    from those of a trainer's weights by ``max_drift`` nats a token, in the mean over
+    ``drift_tokens`` tokens; more is evidence against it (0: not looked at). Of the share
+    ``recheck_rewards`` of training groups another agent finds the rewards again, as far as they are
+    functions of item and response (docs/operations.md)."""
 
     name: str
     mode: Literal["async", "sync"] = "async"
@@ -55,6 +59,9 @@ class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokens_per_minute: Annotated[int, Meta(ge=0, le=10**9)] = 0
     budget_usd: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     hedge_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.03
+    max_drift: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.1
+    drift_tokens: Annotated[int, Meta(ge=1, le=10**9)] = 1000
+    recheck_rewards: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.02
     require: Annotated[dict[str, tuple[str, ...]], Meta(max_length=64)] = {}
     curators: Annotated[tuple[AlgorithmSpec, ...], Meta(max_length=16)] = ()
 

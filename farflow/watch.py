@@ -1,7 +1,8 @@
 """What the live view knows beyond one status: every step since it began, and rates.
 
 A status holds only the latest step; the records of all of them are read from the scheduler's
-``metrics.jsonl`` as it grows, so nothing is missed between two looks.
+``metrics.jsonl`` as it grows, so nothing is missed between two looks. From another machine, where
+there is no such file, the latest step of each status has to do.
 """
 
 from collections import deque
@@ -47,11 +48,12 @@ class MetricsTail:
 class Watch:
     """Takes statuses and records in, gives lines for a log and what the view draws."""
 
-    def __init__(self, metrics: Path) -> None:
+    def __init__(self, metrics: Path | None) -> None:
         self.rates: dict[str, float] = {}
+        self._steps: dict[str, int] = {}
         self._rewards: dict[str, deque[float]] = {}
         self._tokens: dict[str, tuple[float, int]] = {}
-        self._tail = MetricsTail(metrics)
+        self._tail = None if metrics is None else MetricsTail(metrics)
 
     def update(self, status: SchedulerStatus, now: float) -> list[str]:
         """Lines about what is new: one per step and finished evaluation."""
@@ -60,14 +62,16 @@ class Watch:
             if now - at >= RATE_SPAN_S:
                 self.rates[agent.name] = max(0.0, (agent.tokens_generated - tokens) / (now - at))
                 self._tokens[agent.name] = (now, agent.tokens_generated)
+        if self._tail is None:
+            self._take_last_steps(status)
+            return []
         lines = []
         for line in self._tail.read():
             try:
                 kind = msgspec.json.decode(line, type=_Typed).type
                 if kind == "step":
                     step = msgspec.json.decode(line, type=StepStatus)
-                    history = self._rewards.setdefault(step.policy, deque(maxlen=REWARD_HISTORY))
-                    history.append(step.reward_mean)
+                    self._reward(step)
                     lines.append(view.step_line(step))
                 elif kind == "evaluation":
                     evaluation = msgspec.json.decode(line, type=EvaluationStatus)
@@ -76,6 +80,18 @@ class Watch:
             except msgspec.DecodeError:
                 continue  # a line that a crash cut short
         return lines
+
+    def _take_last_steps(self, status: SchedulerStatus) -> None:
+        for run in status.runs:
+            for policy in run.policies:
+                step = policy.last_step
+                if step is not None and self._steps.get(step.policy) != step.step:
+                    self._steps[step.policy] = step.step
+                    self._reward(step)
+
+    def _reward(self, step: StepStatus) -> None:
+        history = self._rewards.setdefault(step.policy, deque(maxlen=REWARD_HISTORY))
+        history.append(step.reward_mean)
 
     def rewards(self) -> dict[str, Sequence[float]]:
         """Recent mean training rewards by policy id, oldest first."""

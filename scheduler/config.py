@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from scheduler.autoscaler import AutoscalerTable
+from transport.mqtt_topics import base_fault
 from transport.runtime.settings import Bytes, Count, DaemonConfig, Port, PositiveSeconds, Seconds
 
 
@@ -94,7 +95,77 @@ def _is_loopback(host: str) -> bool:
         return False  # a name: where it leads is not ours to say
 
 
+class HttpTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[http]``: the scheduler's HTTP interface and dashboard (docs/http-api.md), on ``port`` of
+    ``host`` unless ``enabled`` is false; port 0 is any free one, which is remembered. Beyond this
+    machine it is reached only with ``certificate`` (PEM, with its chain) and ``key`` (PEM,
+    unencrypted). A token may ask ``requests_per_s`` times a second (twice as often for a moment);
+    a request's body has at most ``max_body_bytes``."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: Port = 7780
+    certificate: str = ""
+    key: str = ""
+    max_connections: Annotated[int, Meta(ge=4, le=10_000)] = 256
+    requests_per_s: Annotated[float, Meta(ge=0.1, le=1e5)] = 20.0
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=2**26)] = 2**20
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for settings that contradict each other."""
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("certificate and key belong together; set both or none")
+        if self.enabled and not self.certificate and not _is_loopback(self.host):
+            raise ValueError(
+                f"host = {self.host} is reached from other machines, and without TLS they would"
+                " send their tokens in the clear; set certificate and key, or host = 127.0.0.1"
+            )
+
+
+class MqttTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[mqtt]``: a bridge to a broker (docs/mqtt.md), part of the HTTP server's process. Topics
+    begin with ``base_topic``; numbers are said every ``interval_s``. With ``commands`` orders that
+    are signed with an operator's HTTP token are carried out. ``tls`` checks the broker against the
+    system's authorities, or those in ``ca_file``; ``password_file`` holds the password of
+    ``username``. With ``home_assistant`` the agents' sensors are described below
+    ``discovery_prefix``."""
+
+    enabled: bool = False
+    host: str = "127.0.0.1"
+    port: Port = 1883
+    base_topic: str = "farflow"
+    interval_s: Annotated[float, Meta(ge=1.0, le=3600.0)] = 10.0
+    commands: bool = False
+    tls: bool = False
+    ca_file: str = ""
+    username: str = ""
+    password_file: str = ""
+    home_assistant: bool = False
+    discovery_prefix: str = "homeassistant"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for settings that contradict each other."""
+        for key in ("base_topic", "discovery_prefix"):
+            fault = base_fault(getattr(self, key))
+            if fault:
+                raise ValueError(f"{key} {getattr(self, key)!r} {fault}")
+        if bool(self.username) != bool(self.password_file):
+            raise ValueError("username and password_file belong together; set both or none")
+        if self.password_file and not self.tls and not _is_loopback(self.host):
+            raise ValueError(
+                f"password_file: without TLS the password would go to {self.host} in the clear;"
+                " set tls = true"
+            )
+
+
 class SchedulerConfig(DaemonConfig, frozen=True, kw_only=True):
     """What ``farflow scheduler run`` reads."""
 
     scheduler: SchedulerTable = SchedulerTable()
+    http: HttpTable = HttpTable()
+    mqtt: MqttTable = MqttTable()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for tables that contradict each other."""
+        if self.mqtt.enabled and not self.http.enabled:
+            raise ValueError("mqtt.enabled needs http.enabled: the bridge is in its process")

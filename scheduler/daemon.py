@@ -1,5 +1,5 @@
-"""The rollout scheduler's daemon: it puts the core, the store, the control plane, the task sources
-and the two service processes together.
+"""The rollout scheduler's daemon: it puts the core, the store, the control plane, the task sources,
+the two service processes and the gateway together.
 
 What always holds: nothing is said to anybody before the new term is durable; the daemon stops, and
 says why, when its disk refuses or the core finds itself inconsistent: it never goes on from memory
@@ -40,6 +40,7 @@ from scheduler.data.algorithms import DataAlgorithms
 from scheduler.decider import Decider
 from scheduler.enrolment import Enrolment
 from scheduler.event_log import EventLog, EventLogStart
+from scheduler.gateway_child import keep_gateway
 from scheduler.interpreter import collector_paused
 from scheduler.metrics_file import MetricsFiles
 from scheduler.service import Worker
@@ -210,15 +211,13 @@ class _Daemon:
         """Everything at once, until ``stop`` or the first part that fails."""
         await self._writer.run(self._event_log.begin, self._start, self._rows)
         self._rows = []
-        services = Services(
-            msgspec.structs.replace(
-                self._config,
-                transport=msgspec.structs.replace(
-                    self._config.transport, control_port=self._hub.port
-                ),
-            )
+        config = msgspec.structs.replace(
+            self._config,
+            transport=msgspec.structs.replace(self._config.transport, control_port=self._hub.port),
         )
-        service_parts = _tasks(services.parts())
+        services = Services(config)
+        gateway = {"gateway": keep_gateway(config)} if config.http.enabled else {}
+        service_parts = _tasks({**services.parts(), **gateway})
         own_parts = _tasks(
             {
                 "receive": self._receive(),

@@ -37,14 +37,18 @@ def load_token(path: Path) -> str:
     return token
 
 
-def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """Raises ConfigError when the files do not load or do not belong together."""
+def tls_context(certificate: Path, key: Path, setting: str) -> ssl.SSLContext:
+    """``setting`` is what the names of both settings begin with.
+
+    Raises:
+        ConfigError: the files do not load or do not belong together.
+    """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"scheduler.weights_http_certificate {certificate}, weights_http_key {key}: {error}; "
+            f"{setting}certificate {certificate}, {setting}key {key}: {error}; "
             "name a PEM certificate (chain) and its unencrypted key"
         ) from error
     return context

@@ -2,9 +2,9 @@
 
 One JSON object per line: ``{"type": "step", ...}`` with the fields of ``StepStatus`` and the
 trainer's ``metrics``, ``{"type": "evaluation", ...}`` with those of ``EvaluationStatus``,
-``{"type": "end", "reason": ...}``; each with ``wall_s``. What always holds: a line that is there
-is whole (one that death cut short is closed by the next); nothing depends on the file: when the
-disk refuses, lines are missing.
+``{"type": "end", "reason", "cost_usd", "tokens"}``; each with ``wall_s``. What always holds: a line
+that is there is whole (one that death cut short is closed by the next); nothing depends on the
+file: when the disk refuses, lines are missing.
 """
 
 import os
@@ -38,8 +38,9 @@ class MetricsFiles:
                 facts = {"type": "step", **msgspec.to_builtins(step), "metrics": metrics}
             case RecordEvaluation(run, evaluation):
                 facts = {"type": "evaluation", **msgspec.to_builtins(evaluation)}
-            case RunEnded(run, reason):
+            case RunEnded(run, reason, cost_usd, tokens):
                 facts = {"type": "end", "reason": reason}
+                facts |= {"cost_usd": cost_usd, "tokens": tokens}
         facts["wall_s"] = self._clock.wall_s()
         if not is_name(run):  # would be a path of its own making
             return

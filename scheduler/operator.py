@@ -41,9 +41,10 @@ LOGS_S: Final = 20.0
 """How long the scheduler may wait for an agent's log before it answers."""
 
 M = TypeVar("M", bound=Message)
+Command = Literal["pause", "resume", "stop", "abandon"]
 Order = Literal["drain", "cordon", "uncordon", "quarantine", "release"]
 
-__all__ = ["Operator", "Order", "RequestRefused"]
+__all__ = ["Command", "Operator", "Order", "RequestRefused"]
 
 
 class Operator:
@@ -79,17 +80,16 @@ class Operator:
 
     # ---- runs --------------------------------------------------------------------------------
 
-    async def submit(self, run: RunSpec) -> str:
+    async def submit(self, run: RunSpec, *, by: str = "") -> str:
         """Submit a run; the same one again is harmless. Returns what the scheduler adds to its
-        yes, "" for a new run; refused when another run has that name, or it is not possible."""
-        return await self._command(RunSubmit(run=run))
+        yes, "" for a new run; refused when another run has that name, or it is not possible. Here
+        and below, ``by`` is for whom the order is given when it is not the key's holder."""
+        return await self._command(RunSubmit(run=run, by=by))
 
-    async def command(
-        self, run: str, command: Literal["pause", "resume", "stop", "abandon"]
-    ) -> str:
+    async def command(self, run: str, command: Command, *, by: str = "") -> str:
         """Pause, resume or stop a run. Returns what the scheduler adds to its yes: "" when it
         changed something, else why there was nothing to do."""
-        return await self._command(RunCommand(run=run, command=command))
+        return await self._command(RunCommand(run=run, command=command, by=by))
 
     # ---- looking -----------------------------------------------------------------------------
 
@@ -133,11 +133,11 @@ class Operator:
     # ---- agents ------------------------------------------------------------------------------
 
     async def order(
-        self, agent: str, order: Order, *, deadline_s: float = 0.0, reason: str = ""
+        self, agent: str, order: Order, *, deadline_s: float = 0.0, reason: str = "", by: str = ""
     ) -> str:
         """Drain, cordon, uncordon, quarantine or release an agent."""
         return await self._command(
-            AgentOrder(agent=agent, order=order, deadline_s=deadline_s, reason=reason)
+            AgentOrder(agent=agent, order=order, deadline_s=deadline_s, reason=reason, by=by)
         )
 
     # ---- dead letters ------------------------------------------------------------------------
@@ -164,9 +164,9 @@ class Operator:
         letters = (await self._ask(request, DeadLetters)).letters
         return letters[0] if letters and letters[0].job == job else None
 
-    async def replay(self, jobs: Sequence[str] = (), *, run: str = "") -> str:
+    async def replay(self, jobs: Sequence[str] = (), *, run: str = "", by: str = "") -> str:
         """Queue dead letters again; without ``jobs`` all of ``run``."""
-        return await self._command(JobReplay(run=run, jobs=tuple(jobs)))
+        return await self._command(JobReplay(run=run, jobs=tuple(jobs), by=by))
 
     async def _command(self, message: Message) -> str:
         reply = await self._ask(message, CommandReply)

@@ -3,14 +3,14 @@
 What always holds: of an attempt the newest durable turns are kept, and the scheduler is told of
 them after they are durable; they go when the attempt's result is here, when the scheduler releases
 them, after ``MAX_AGE_S``, or for newer ones when there are too many: of the same agent first, so
-that none takes the others' room; an agent gets turns by their digest, which only the scheduler's
-offer tells it, and never a result's body. All of this is worth less than results: what cannot be
-kept is dropped, and its attempt begins anew where it must.
+that none takes the others' room; an agent gets turns, or the body of a result whose rewards it is
+to find again, by their digest, which only the scheduler's offer tells it. Turns are worth less than
+results: what cannot be kept is dropped, and its attempt begins anew where it must.
 """
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -66,18 +66,25 @@ class _Put(NamedTuple):
 
 
 class Partials:
-    """``tell`` gives a message to the scheduler, False when it cannot take it now.
+    """``tell`` gives a message to the scheduler, False when it cannot take it now; ``results``
+    reads the body of a result by its digest.
 
     Raises:
         StoreError: the disk refuses.
     """
 
     def __init__(
-        self, folder: Path, hub: PlaneHub, clock: Clock, tell: Callable[[Message], bool]
+        self,
+        folder: Path,
+        hub: PlaneHub,
+        clock: Clock,
+        tell: Callable[[Message], bool],
+        results: Callable[[str], Awaitable[bytes | None]],
     ) -> None:
         self._files = PartialFiles(folder / "turns")
         self._clock = clock
         self._tell = tell
+        self._results = results
         self._disk = Worker("finished-turns")
         self._sender: FairSender[str | PartialAck] = FairSender(hub.send_frames, self._frames)
         self._intake = BodyIntake(
@@ -311,9 +318,10 @@ class Partials:
         if not isinstance(answer, str):
             return encode(answer)
         key = self._by_digest.get(answer)
-        data = None
         if key is not None:
             data = await self._disk.run(self._files.read, self._kept[key][0])
+        else:
+            data = await self._results(answer)
         if data is None:
             self.counters["not_found"] += 1
             return encode(Body(digest=answer, found=False))

@@ -13,6 +13,8 @@ What always holds:
 4. A segment goes when all its bodies are released. Segment numbers are not used again while the
    folder lives.
 5. At most ``disk_bytes`` of segments: what does not fit is refused, not half-written.
+6. A body that comes again lately after its release is a duplicate, which nobody needs. While the
+   store is open the last ones are known; over an opening, those whose segment is still there.
 
 Record: magic "fftr", u32 header size, u32 body size, u32 CRC-32 of header and body, u32 CRC-32 of
 the sixteen bytes before, header (MessagePack ``GroupSummary``), body. Mark: kind byte, u64 offset
@@ -36,6 +38,7 @@ from typing import Final
 
 import msgspec
 
+from scheduler.lately_released import LatelyReleased
 from transport.errors import StoreError
 from transport.messages import GroupSummary
 from transport.runtime.files import fsync_dir, private_dir, store_errors
@@ -96,6 +99,7 @@ class BodyStore:
         self._file: int | None = None  # of the last segment
         self._sealed: list[_Segment] = []  # within the present batch
         self._highest_number = 0
+        self._released = LatelyReleased()
         self.size_bytes = 0
         """Of all segments, released bodies included."""
         self.torn_bytes = 0
@@ -107,8 +111,9 @@ class BodyStore:
     def __len__(self) -> int:
         return len(self._bodies)
 
-    def __contains__(self, digest: str) -> bool:
-        return digest in self._bodies
+    def settled(self, digest: str) -> bool:
+        """Whether nothing is to be stored: the body is there, or was lately released."""
+        return digest in self._bodies or digest in self._released
 
     def fits(self, body_bytes: int) -> bool:
         """Whether there is room for a body of that size, with the largest summary; a guess for
@@ -131,7 +136,7 @@ class BodyStore:
         outcomes = []
         staged: dict[str, _Body] = {}
         for summary, body in batch:
-            if summary.digest in self._bodies or summary.digest in staged:
+            if self.settled(summary.digest) or summary.digest in staged:
                 outcomes.append(Outcome.DUPLICATE)
                 continue
             written = self._write(summary, body)
@@ -198,7 +203,9 @@ class BodyStore:
                 del self._bodies[digest]
             if dies:
                 self._remove(segment)
-        return [digest for digest in digests if digest not in kept]
+        gone = [digest for digest in digests if digest not in kept]
+        self._released.add(gone)
+        return gone
 
     def close(self) -> None:
         """Close the last segment; idempotent."""
@@ -380,6 +387,7 @@ class BodyStore:
                 self._bodies[digest].accepted = True
             elif kind == _RELEASED:
                 del self._bodies[digest], by_offset[offset]
+                self._released.add((digest,))
                 self._segments[number].live.discard(digest)
         if whole < len(data):
             os.truncate(self._marks_path(number), whole)

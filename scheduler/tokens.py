@@ -31,7 +31,7 @@ from msgspec import Meta
 from transport.errors import ConfigError, StoreError
 from transport.ids import is_name
 from transport.key_files import files_with, load_toml, make_folder, to_toml, write_new
-from transport.keys import SERVICES, PublicKey
+from transport.keys import GATEWAY, SERVICES, PublicKey
 from transport.messages import Role
 from transport.runtime.files import FolderLock, atomic_write, fsync_dir, lock_folder, read_limited
 
@@ -43,7 +43,7 @@ REPEAT_S: Final = 60.0
 _ID_BYTES: Final = 8
 _MAX_FILE_BYTES: Final = 4 * 2**20
 _LOCK_AGAIN_S: Final = 0.02
-_RESERVED: Final = frozenset({"server", "root", *SERVICES})
+_RESERVED: Final = frozenset({"server", "root", GATEWAY, *SERVICES})
 
 Code = str
 

@@ -6,9 +6,9 @@ power cut, and not otherwise, one message for all of a connection's bodies that 
 large bodies are asked for in chunks (``scheduler.body_intake``); the scheduler is told of a stored
 body until it has the summary in its own store; a summary says which agent's key sent it, whatever
 the agent wrote, and keeps the bounds of ``summary_fault``: one that does not (an older farflow
-stored it) is dropped; a body that is already there is acknowledged again and stored once; when the
-disk bound is reached nothing is acknowledged, so that agents keep their spools. Bodies are not
-unpacked here. Finished turns of running attempts are kept apart (``scheduler.partials``).
+stored it) is dropped; a body that is there, or was lately released, is acknowledged and not stored;
+when the disk bound is reached nothing is acknowledged, so that agents keep their spools. Finished
+turns of running attempts are kept apart (``scheduler.partials``).
 
 What waits for the disk is bounded; beyond that no more is received, and the agents' links fill up.
 """
@@ -71,7 +71,6 @@ MAX_RELEASES: Final = 100_000
 _HEX: Final = frozenset("0123456789abcdef")
 _log = structlog.get_logger()
 
-
 _Answer = str | TrajectoryAck | TrajectoryAcks | TrajectoryRefused
 """A body by its digest, or a message as it is. All wait for their turn: one sync may settle more
 than a link takes at once."""
@@ -121,7 +120,9 @@ class TrajectoryLog:
             has_room=self._store.fits,
             queued=self._look_at_room,
         )
-        self._partials = Partials(surroundings.folder, self._hub, self._clock, surroundings.tell)
+        self._partials = Partials(
+            surroundings.folder, self._hub, self._clock, surroundings.tell, self._read
+        )
         self._full = False
         self._to_accept: list[str] = []
         self._to_release: dict[str, None] = {}
@@ -194,7 +195,7 @@ class TrajectoryLog:
         known = []
         for body in offer.bodies:
             summary = body.summary
-            if summary.digest in self._store:
+            if self._store.settled(summary.digest):
                 known.append(BodyRef(attempt=summary.attempt, digest=summary.digest))
                 continue
             fault = self._intake.offered(arrival.peer.name, arrival.route, body)
@@ -331,17 +332,19 @@ class TrajectoryLog:
             await asyncio.sleep(ANNOUNCE_AGAIN_S)
             self._announcements.expire()
 
+    async def _read(self, digest: str) -> bytes | None:
+        return await self._reader.run(self._store.read, digest)
+
     async def _frames(self, answer: _Answer) -> Sequence[bytes]:
         if not isinstance(answer, str):
             return encode(answer)
-        digest = answer
-        data = await self._reader.run(self._store.read, digest)
+        data = await self._read(answer)
         if data is None:
             self.counters["body_not_found"] += 1
-            return encode(Body(digest=digest, found=False))
+            return encode(Body(digest=answer, found=False))
         starts = range(0, len(data), BULK_FRAME_BYTES)
         frames = [data[start : start + BULK_FRAME_BYTES] for start in starts]
-        return encode(Body(digest=digest), frames)
+        return encode(Body(digest=answer), frames)
 
 
 def _check_and_append(store: BodyStore, batch: Sequence[_Put]) -> list[Outcome | None]:

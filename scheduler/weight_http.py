@@ -14,8 +14,6 @@ back; without TLS only this machine is served (``SchedulerTable`` refuses anythi
 
 import asyncio
 import contextlib
-import hmac
-import logging
 import os
 import re
 from collections import Counter
@@ -28,8 +26,17 @@ import structlog
 
 from scheduler.config import SchedulerTable
 from scheduler.http_access import TOKEN_NAME, load_token, tls_context
+from scheduler.http_server import (
+    HttpListener,
+    HttpRefused,
+    bearer,
+    json_response,
+    same_secret,
+    write,
+)
 from scheduler.weight_reading import PolicyShelf, StoreReader
-from transport.errors import ConfigError, FarflowError, StoreError
+from scheduler.weight_rows import version_rows
+from transport.errors import FarflowError, StoreError
 from transport.weights.manifest import FileEntry, VersionManifest
 
 if TYPE_CHECKING:
@@ -37,13 +44,9 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS: Final = 256
 MAX_TRANSFERS: Final = 32
-FIRST_REQUEST_S: Final = 10.0
-"""A connection that has asked for nothing after so long is closed."""
-KEEPALIVE_S: Final = 30.0
-STALLED_S: Final = 60.0
-"""A reader that takes nothing for so long is cut off."""
 PIECE_BYTES: Final = 1 << 18
 RETRY_AFTER: Final = "2"  # seconds
+_SETTING: Final = "scheduler.weights_http_"
 
 _FILE = re.compile(r"/v1/files/([0-9a-f]{64})")
 _NO_BYTES = re.compile(r"\s*bytes\s*=\s*-0+\s*")  # the last 0 bytes, not all
@@ -75,14 +78,6 @@ def weight_http(
     )
 
 
-class _Refused(Exception):
-    def __init__(self, status: int, code: str, text: str, **headers: str) -> None:
-        super().__init__(text)
-        self.status = status
-        self.code = code
-        self.headers = headers
-
-
 class WeightHttp:
     """Serves the store in ``folder``; ``run`` until cancelled. ``damaged`` says which files are no
     longer to be given out."""
@@ -108,108 +103,62 @@ class WeightHttp:
         """
         self._reader = StoreReader(folder)
         self._token = load_token(token_file).encode()
-        self._tls = tls_context(Path(certificate), Path(key)) if certificate else None
+        tls = tls_context(Path(certificate), Path(key), _SETTING) if certificate else None
         self._host, self._asked_port = host, port
         self._damaged = damaged
-        self._max_connections = max_connections
         self._max_transfers = max_transfers
         self._transfers = 0
         self._reading = asyncio.Lock()
-        self._silent: dict[Any, asyncio.TimerHandle] = {}
         self.counters: Counter[str] = Counter()
+        self.listener = HttpListener(
+            self._handle,
+            host=host,
+            tls=tls,
+            max_connections=max_connections,
+            counters=self.counters,
+            setting=f"{_SETTING}port",
+        )
         self.port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Where it listens, once it does."""
 
     async def run(self) -> None:
         """Raises ConfigError when the address cannot be used."""
-        from aiohttp import web
 
-        outer, loop = self, asyncio.get_running_loop()
-
-        class Server(web.Server):
-            """Bounds connections before a byte of theirs is looked at."""
-
-            def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
-                super().connection_made(handler, transport)
-                if len(self.connections) > outer._max_connections:
-                    outer.counters["too_many_connections"] += 1
-                    loop.call_soon(transport.abort)  # its task must have started to end well
-                    return
-                outer._silent[handler] = loop.call_later(FIRST_REQUEST_S, transport.abort)
-
-            def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
-                outer._heard(handler)
-                super().connection_lost(handler, exc)
-
-        logger = logging.getLogger(__name__)
-        logger.addFilter(_without_nonsense)
-        runner = web.ServerRunner(
-            Server(self._handle, access_log=None, keepalive_timeout=KEEPALIVE_S, logger=logger),
-            shutdown_timeout=1.0,
-        )
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, self._host, self._asked_port, ssl_context=self._tls)
-            starting = asyncio.create_task(site.start())
-            try:
-                await asyncio.shield(starting)
-            except asyncio.CancelledError:
-                await asyncio.wait({starting})  # half started, its socket would stay open
-                raise
-            except OSError as error:
-                raise ConfigError(
-                    f"scheduler.weights_http_port: {self._host}:{self._asked_port}: "
-                    f"{error.strerror or error}; choose another port, or 0 for no HTTP"
-                ) from error
-            port = int(runner.addresses[0][1])
+        def listening(port: int) -> None:
             self.port.set_result(port)
-            _log.info("weight_http.ready", host=self._host, port=port, tls=self._tls is not None)
-            await asyncio.Event().wait()
-        finally:
-            await runner.cleanup()
+            _log.info("weight_http.ready", host=self._host, port=port)
 
-    def _heard(self, handler: Any) -> None:
-        timer = self._silent.pop(handler, None)
-        if timer is not None:
-            timer.cancel()
+        await self.listener.run([self._asked_port], listening)
 
     # ---- requests -----------------------------------------------------------------------------
 
     async def _handle(self, request: "web.BaseRequest") -> "web.StreamResponse":
         from aiohttp import web
 
-        self._heard(request.protocol)
+        self.listener.heard(request.protocol)
         try:
             self._check(request)
             if match := _FILE.fullmatch(request.path):
                 answer: web.StreamResponse = await self._counted(self._file(request, match[1]))
                 return answer
             if request.path == "/v1/policies":
-                return _json(await self._counted(self._read(self._policies)))
+                return json_response(await self._counted(self._read(self._policies)))
             if match := _VERSIONS.fullmatch(request.path):
                 policy, number, signed = match.groups()
                 if number is None:
-                    return _json(await self._counted(self._read(self._versions, policy)))
+                    return json_response(await self._counted(self._read(self._versions, policy)))
                 found = await self._counted(self._read(self._version, policy, int(number), signed))
                 if isinstance(found, bytes):
                     return web.Response(body=found, content_type="application/msgpack")
-                return _json(found)
-            raise _Refused(404, "http.not_found", "there is nothing under this path")
-        except _Refused as refused:
+                return json_response(found)
+            raise HttpRefused(404, "http.not_found", "there is nothing under this path")
+        except HttpRefused as refused:
             self.counters[refused.code] += 1
-            body = msgspec.json.encode({"code": refused.code, "message": str(refused)})
-            return web.Response(
-                status=refused.status,
-                body=body,
-                content_type="application/json",
-                headers=refused.headers,
-            )
+            return refused.response()
 
     def _check(self, request: "web.BaseRequest") -> None:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token)
-        if scheme.lower() != "bearer" or not right:
-            raise _Refused(
+        if not same_secret(bearer(request), self._token):
+            raise HttpRefused(
                 401,
                 "http.unauthorised",
                 "send the header Authorization: Bearer TOKEN; the token is `token` in "
@@ -217,12 +166,12 @@ class WeightHttp:
                 **{"WWW-Authenticate": "Bearer"},
             )
         if request.method not in ("GET", "HEAD"):
-            raise _Refused(405, "http.method", "only GET and HEAD", Allow="GET, HEAD")
+            raise HttpRefused(405, "http.method", "only GET and HEAD", Allow="GET, HEAD")
 
     async def _counted(self, answer: Coroutine[Any, Any, Any]) -> Any:
         if self._transfers >= self._max_transfers:
             answer.close()
-            raise _Refused(
+            raise HttpRefused(
                 503, "http.busy", "too many transfers; try again", **{"Retry-After": RETRY_AFTER}
             )
         self._transfers += 1
@@ -238,8 +187,10 @@ class WeightHttp:
                 return await asyncio.to_thread(call, *args)
             except FarflowError as error:
                 if isinstance(error.__cause__, OSError):
-                    raise _Refused(503, error.code, "the store's disk does not answer") from error
-                raise _Refused(404, "http.not_found", str(error)) from error
+                    raise HttpRefused(
+                        503, error.code, "the store's disk does not answer"
+                    ) from error
+                raise HttpRefused(404, "http.not_found", str(error)) from error
 
     # ---- what is there (in a thread) ----------------------------------------------------------
 
@@ -252,23 +203,11 @@ class WeightHttp:
         known = self._reader.policies()
         if policy not in known:
             text = f"no policy {policy!r}; known: {', '.join(known) or 'none'}"
-            raise _Refused(404, "http.not_found", text)
+            raise HttpRefused(404, "http.not_found", text)
         return self._reader.shelf(policy)
 
     def _versions(self, policy: str) -> dict[str, Any]:
-        shelf = self._shelf(policy)
-        rows = [
-            {
-                "version": number,
-                "parent": stored.manifest.parent,
-                "step": stored.manifest.step,
-                "digest": stored.manifest.digest,
-                "full_bytes": stored.manifest.full_bytes,
-                "delta_bytes": sum(e.size_bytes for e in stored.manifest.of_kind("delta")),
-                "created_wall_s": stored.manifest.created_wall_s,
-            }
-            for number, stored in sorted(shelf.versions.items())
-        ]
+        rows = version_rows(self._shelf(policy))
         return {"policy": policy, "versions": rows}
 
     def _version(self, policy: str, number: int, signed: str | None) -> dict[str, Any] | bytes:
@@ -284,13 +223,13 @@ class WeightHttp:
                 if version == number
             ],
         }
-        manifest = manifest_json(stored.manifest)
+        manifest = manifestjson_response(stored.manifest)
         return {**manifest, "key_id": stored.signed.key_id, "made_by_store": made}
 
     def _offered(self, shelf: PolicyShelf, stored: Any) -> list[dict[str, Any]]:
         entries = () if stored is None else stored.manifest.files
         return [
-            entry_json(entry)
+            entryjson_response(entry)
             for entry in entries
             if not self._damaged(entry.digest) and shelf.blob(entry.digest).is_file()
         ]
@@ -305,7 +244,7 @@ class WeightHttp:
             descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             text = "no such file, or it is no longer kept; ask for the newest version's files"
-            raise _Refused(404, "http.not_found", text) from None
+            raise HttpRefused(404, "http.not_found", text) from None
         try:
             return await self._send(request, digest, descriptor)
         finally:
@@ -337,28 +276,12 @@ class WeightHttp:
             if not piece:
                 raise StoreError(f"{digest}: the file is shorter than it was")
             start += len(piece)
-            try:
-                async with asyncio.timeout(STALLED_S):
-                    await response.write(piece)
-            except TimeoutError:
+            if not await write(response, request, piece):
                 self.counters["stalled"] += 1
-                if request.transport is not None:
-                    request.transport.abort()
                 break
         with contextlib.suppress(ConnectionError):
             await response.write_eof()
         return response
-
-
-def _without_nonsense(record: logging.LogRecord) -> bool:
-    """A log filter: requests that are not HTTP are one line, not a traceback of the parser's."""
-    from aiohttp.http_exceptions import HttpProcessingError
-
-    error = record.exc_info[1] if record.exc_info else None
-    if not isinstance(error, HttpProcessingError):
-        return True
-    _log.debug("weight_http.malformed", reason=f"{type(error).__name__}, status {error.code}")
-    return False
 
 
 def _listed(header: str) -> set[str]:
@@ -377,23 +300,17 @@ def _range(request: "web.BaseRequest", size: int) -> tuple[int, int]:
     end = size if asked.stop is None else min(asked.stop, size)
     if start >= end:
         unsatisfied = {"Content-Range": f"bytes */{size}"}
-        raise _Refused(416, "http.range", "one range inside the file, please", **unsatisfied)
+        raise HttpRefused(416, "http.range", "one range inside the file, please", **unsatisfied)
     return start, end
 
 
-def entry_json(entry: FileEntry) -> dict[str, Any]:
+def entryjson_response(entry: FileEntry) -> dict[str, Any]:
     """A file as JSON has it: digests in hexadecimal."""
     fields: Mapping[str, Any] = msgspec.structs.asdict(entry)
     return {**fields, "chunk_digests": [digest.hex() for digest in entry.chunk_digests]}
 
 
-def manifest_json(manifest: VersionManifest) -> dict[str, Any]:
+def manifestjson_response(manifest: VersionManifest) -> dict[str, Any]:
     """A manifest as JSON has it."""
     fields: Mapping[str, Any] = msgspec.structs.asdict(manifest)
-    return {**fields, "files": [entry_json(entry) for entry in manifest.files]}
-
-
-def _json(data: Any) -> "web.Response":
-    from aiohttp import web
-
-    return web.Response(body=msgspec.json.encode(data), content_type="application/json")
+    return {**fields, "files": [entryjson_response(entry) for entry in manifest.files]}

@@ -18,7 +18,8 @@
     │   └─ BaseVersionMismatch        a delta for other base weights
     ├─ EngineError
     │   ├─ GenerationFailed           one request failed
-    │   └─ WeightApplyFailed          the engine did not take the weights
+    │   ├─ WeightApplyFailed          the engine did not take the weights
+    │   └─ EngineCrashed              (retryable) the engine's process died, with all that was in it
     ├─ ModelError                     a model folder does not load; names the file
     ├─ TaskError                      a task source or item is malformed; names file, line, field
     ├─ RewardError                    a verifier crashed or timed out
@@ -115,6 +116,13 @@ class GenerationFailed(EngineError):
 
 class WeightApplyFailed(EngineError):
     code = "engine.apply"
+
+
+class EngineCrashed(EngineError):
+    """The process that generates died, or ran out of memory; it is started again."""
+
+    code = "engine.crashed"
+    retryable = True
 
 
 class ModelError(FarflowError):

@@ -50,6 +50,9 @@ KEY_ID_CHARACTERS = 16
 SERVICES = ("trajectory-log", "weight-store")
 """Names of the scheduler's own processes beside it."""
 
+GATEWAY = "gateway"
+"""The operator's key with which the scheduler's HTTP interface asks it."""
+
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
     """Whom a public key stands for. ``policy`` is set for trainers only."""
@@ -240,7 +243,7 @@ def create_keys(
     return DeploymentKeys(
         server=server,
         services={name: _ensure(folder, name, Role.SERVICE) for name in SERVICES},
-        operators={name: _ensure(folder, name, Role.OPERATOR) for name in operators},
+        operators={name: _ensure(folder, name, Role.OPERATOR) for name in (*operators, GATEWAY)},
         viewers={name: _ensure(folder, name, Role.VIEWER) for name in viewers},
         agents={name: _ensure(folder, name, Role.AGENT) for name in agents},
         trainers={
@@ -255,6 +258,15 @@ def create_keys(
         submitters={name: _ensure(folder, name, Role.SUBMITTER) for name in submitters},
         root=root,
     )
+
+
+def ensure_key(folder: Path, name: str, role: Role) -> KeyPair:
+    """The key of that name in a deployment's folder, made and let in where there is none.
+
+    Raises:
+        ConfigError: it is another role's, was revoked, or does not load.
+    """
+    return _ensure(folder, name, role)
 
 
 def trainer_name(policy: str) -> str:

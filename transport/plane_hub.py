@@ -228,7 +228,7 @@ def listen(bind: Callable[[str], Hub], host: str, port: int, port_file: Path) ->
     Raises:
         ConfigError: the address cannot be used.
     """
-    for candidate in [port] if port else [*_remembered(port_file), 0]:
+    for candidate in [port] if port else [*remembered_ports(port_file), 0]:
         try:
             hub = bind(f"tcp://{bracketed(host)}:{candidate}")
         except ConfigError:
@@ -246,7 +246,8 @@ def reachable(host: str) -> str:
     return bracketed({"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(host, host))  # noqa: S104
 
 
-def _remembered(port_file: Path) -> list[int]:
+def remembered_ports(port_file: Path) -> list[int]:
+    """The port that a file remembers, if any."""
     try:
         port = int(read_limited(port_file, 16))
     except (FileNotFoundError, StoreError, ValueError):

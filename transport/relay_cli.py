@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING
 import click
 
 from transport.runtime.daemon_cli import Serve, daemon_command
+from transport.runtime.service_commands import Needs, install_command, uninstall_command
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transport.relay_config import RelayConfig
 
 
@@ -33,3 +36,23 @@ relay_group.add_command(
         """,
     )
 )
+
+
+def _needs(files: "tuple[Path, ...]") -> Needs:
+    from transport.relay_config import RelayConfig
+    from transport.runtime.config import load_config
+
+    return Needs((load_config(RelayConfig, files).value.relay.folder,), stop_s=60.0)
+
+
+relay_group.add_command(
+    install_command(
+        "relay",
+        _needs,
+        help="""Have systemd keep the relay running; again, it is an upgrade.
+
+        Relative paths in its files count from the folder in which this is started.
+        """,
+    )
+)
+relay_group.add_command(uninstall_command("relay", 900.0))

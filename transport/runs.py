@@ -97,6 +97,14 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     data: DataSpec = DataSpec()
 
+    @property
+    def publishes_adapter(self) -> bool:
+        """Whether its versions are adapters, which only agents can have that have ``model``; its
+        trainer has the last word on whether the settings are right."""
+        lora = self.settings.get("lora")
+        adapter = isinstance(lora, dict) and lora.get("publish") == "adapter"
+        return adapter and self.trainer == "torch"
+
 
 class CodeReward(msgspec.Struct, frozen=True, kw_only=True):
     """How the reward ``code`` runs an item's tests: ``share`` gives the part of them that is passed
@@ -242,7 +250,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``require`` maps labels of agents to the values that are allowed (all must match), for example
     ``region = ["eu-west-1"]`` for data that must stay there. ``mode`` sync is the loop that the
     others are compared with: one barrier per step (see ``scheduler.core.admission``). ``curators``
-    are asked in order for each training item; the first one that objects has it skipped."""
+    are asked in order for each training item; the first one that objects has it skipped.
+    Log-probabilities that an agent recorded for ``drift_tokens`` tokens may differ from the
+    trainer's by ``max_drift`` nats a token (``scheduler.core.honesty``); of ``recheck_rewards`` of
+    the training groups another agent finds the rewards again (``scheduler.core.rechecks``)."""
 
     name: str
     mode: Literal["async", "sync"] = "async"
@@ -262,6 +273,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: NotNegative = 0
     budget_usd: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     hedge_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.03
+    max_drift: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.1
+    drift_tokens: Positive = 1000
+    recheck_rewards: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     require: Annotated[dict[str, tuple[str, ...]], Meta(max_length=64)] = {}
 
     def __post_init__(self) -> None:

@@ -1,9 +1,10 @@
 """The view model: what a person sees of a scheduler, shared by ``status``, the live view and
 everything later that draws it. Built by the scheduler core, read by the front door."""
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
 from transport.runs import HELD_OUT
 
@@ -63,9 +64,25 @@ class AccountingRow(msgspec.Struct, kw_only=True):
         return self.submitted - placed
 
 
+MAX_GPUS = 16
+
+
+class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
+    """What a GPU of an agent says of itself; None where it does not say."""
+
+    name: Annotated[str, Meta(max_length=64)]
+    power_w: float | None = None
+    temperature_c: float | None = None
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    busy_share: float | None = None
+
+
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One agent. ``rate_tokens_s`` is the learnt rate of one slot, i.e. of one sequence; the
-    agent's is about that times ``running_sequences``. ``versions`` by policy id."""
+    agent's is about that times ``running_sequences``. ``versions`` by policy id. ``up_bytes_s``
+    and ``down_bytes_s`` are learnt from real transfers, None before the first; ``spool_bytes`` are
+    bodies on its disk that nobody has acknowledged."""
 
     name: str
     state: str
@@ -88,6 +105,10 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
     clock_offset_s: float | None = None
     price_usd_hour: float = 0.0
+    up_bytes_s: float | None = None
+    down_bytes_s: float | None = None
+    spool_bytes: int = 0
+    gpus: tuple[GpuReading, ...] = ()
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):

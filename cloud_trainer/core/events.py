@@ -2,7 +2,7 @@
 
 import msgspec
 
-from transport.messages import Message, VersionOffer
+from transport.messages import GroupDrift, Message, VersionOffer
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,11 +52,13 @@ class BodyChecked(Event, frozen=True, kw_only=True):
 
 class StepFinished(Event, frozen=True, kw_only=True):
     """The optimizer step that ``RunStep`` asked for is done and its weights are captured.
-    ``finite`` says whether they may be published."""
+    ``finite`` says whether they may be published, ``drifts`` how far groups were from the weights
+    before it."""
 
     step: int
     metrics: dict[str, float] = {}
     finite: bool = True
+    drifts: tuple[GroupDrift, ...] = ()
 
 
 class VersionReady(Event, frozen=True, kw_only=True):

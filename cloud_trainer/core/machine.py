@@ -284,11 +284,7 @@ class TrainerCore:
         if self._orders.checkpoint_due(self.step) and not self.checkpoints.busy:
             effects.append(self.checkpoints.write(self.step, self.head_version))
         report = self._reports.add(
-            step=self.step,
-            version=self.head_version,
-            metrics=event.metrics,
-            groups=groups,
-            now=now,
+            event, version=self.head_version, held=parent, groups=groups, now=now
         )
         effects.append(do.RecordStep(report=report))
         if self.session.joined:

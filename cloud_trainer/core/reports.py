@@ -7,7 +7,8 @@ until then it is sent again with every request and after every ``Welcome``.
 from collections import deque
 
 from cloud_trainer.core.effects import Effect, ToScheduler
-from transport.messages import GroupRef, StepReport
+from cloud_trainer.core.events import StepFinished
+from transport.messages import MAX_DRIFTS, GroupRef, StepReport
 
 _MOST = 64
 
@@ -32,27 +33,29 @@ class StepReports:
 
     def add(
         self,
+        done: StepFinished,
         *,
-        step: int,
         version: int,
-        metrics: dict[str, float],
+        held: int,
         groups: tuple[GroupRef, ...],
         now: float,
     ) -> StepReport:
-        """The report of the step over ``groups``, at least one, that ends now; waiting begins."""
+        """The report of the step over ``groups``, at least one, that ends now; waiting begins.
+        What ``held``, the version before it, did not draw is not comparable with its weights."""
         lags = [ref.policy_lag for ref in groups]
         report = StepReport(
             policy=self._policy,
-            step=step,
+            step=done.step,
             version=version,
             busy_s=now - self._started,
             waiting_s=self._started - self._idle_since,
             metrics={
-                **metrics,
+                **done.metrics,
                 "groups": float(len(groups)),
                 "policy_lag_mean": sum(lags) / len(lags),
                 "policy_lag_max": float(max(lags)),
             },
+            drifts=tuple(drift for drift in done.drifts if drift.version == held)[:MAX_DRIFTS],
         )
         if len(self._open) == _MOST:
             self._sent.pop(self._open[0].step, None)

@@ -4,6 +4,7 @@ import msgspec
 
 from transport.ids import Fence
 from transport.messages import GroupSummary, Message, Plane
+from transport.status import GpuReading
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +164,7 @@ class Measured(Event, frozen=True, kw_only=True):
     bytes_up: int
     bytes_down: int
     wall_s: float | None = None
+    gpus: tuple[GpuReading, ...] = ()
 
 
 class DrainRequested(Event, frozen=True, kw_only=True):

@@ -381,6 +381,8 @@ class AgentCore:
                 held=self._work.held(),
                 versions=self._weights.serving(),
                 labels=settings.labels,
+                bases=settings.bases,
+                rechecks=True,
                 price_usd_hour=settings.price_usd_hour,
                 egress_usd_gb=settings.egress_usd_gb,
             ),
@@ -402,4 +404,5 @@ class AgentCore:
             draining=self._work.draining,
             wall_s=self._session.wall_s(now),
             clock_offset_s=self._session.clock_offset_s,
+            gpus=self._measured.gpus,
         )

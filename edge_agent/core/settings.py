@@ -8,7 +8,8 @@ from transport.summaries import WHOLE_BODY_BYTES
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Durations in seconds, sizes in bytes.
 
-    ``slots`` is the engine's number of concurrent sequences. ``prefetch_sequences`` is how many
+    ``slots`` is the engine's number of concurrent sequences, ``bases`` the policies whose adapters
+    it can have: their model is here. ``prefetch_sequences`` is how many
     more may wait for a slot or for weights: far above what a scheduler prefetches, it only bounds
     memory, as does ``max_attempt_sequences`` for a single attempt. ``max_held`` bounds the
     attempts held at once, spooled ones included, so that an inventory of all of them fits into
@@ -28,6 +29,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     workflows: dict[str, str] = {}
     rewards: tuple[str, ...] = ()
     labels: dict[str, str] = {}
+    bases: tuple[str, ...] = ()
     price_usd_hour: float = 0.0
     egress_usd_gb: float = 0.0
     prefetch_sequences: int = 512

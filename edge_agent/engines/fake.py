@@ -28,6 +28,7 @@ from edge_agent.engine import (
     Positions,
     Tools,
     inside,
+    refuse_adapter,
     stop_fault,
 )
 from edge_agent.engines import fake_text
@@ -168,6 +169,7 @@ class FakeEngine:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.slots = slots
+        self.takes_adapters = False
         self.when_freed: Callable[[], None] | None = None
         self._table = table or FakeEngineTable()
         self._times = ServiceTimes(self._table)
@@ -239,8 +241,11 @@ class FakeEngine:
         finally:
             self._requests.discard(task)
 
-    async def load_policy(self, policy: str, folder: Path, version: int) -> None:
-        """See ``Engine.load_policy``."""
+    async def load_policy(
+        self, policy: str, folder: Path, version: int, base: Path | None = None
+    ) -> None:
+        """See ``Engine.load_policy``; refuses adapters."""
+        refuse_adapter(policy, base)
         self._policies[policy] = await asyncio.to_thread(FakePolicy, folder, version)
 
     async def unload_policy(self, policy: str) -> None:

@@ -17,6 +17,7 @@ of them have ended. Between two waves the policy of the oldest waiting request g
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import math
 import queue
 import threading
@@ -36,6 +37,7 @@ from edge_agent.engine import (
     Positions,
     Tools,
 )
+from edge_agent.engines.torch_bases import Bases
 from edge_agent.engines.torch_decoding import Row, Wave
 from edge_agent.engines.torch_policy import HostedPolicy, StagedWrite
 from transport.errors import EngineError, GenerationFailed, WeightApplyFailed
@@ -103,6 +105,7 @@ class TorchEngine:
     ) -> None:
         require_torch('engine = "torch"')
         self.slots = slots
+        self.takes_adapters = importlib.util.find_spec("peft") is not None
         self.when_freed: Callable[[], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._device = device
@@ -113,6 +116,7 @@ class TorchEngine:
         self._in_place = swap == "in_place" or (swap == "auto" and not device.startswith("cpu"))
         self._clock = clock or SystemClock()
         self._changing = asyncio.Lock()  # loading and applying, one after the other
+        self._bases = Bases(device=device, compute=self._compute)
         self._policies: dict[str, HostedPolicy] = {}
         # SimpleQueue.put never waits, so the event loop is never held up by the worker.
         self._inbox: queue.SimpleQueue[_Job | _Swap | _Close] = queue.SimpleQueue()
@@ -174,11 +178,15 @@ class TorchEngine:
             job.abort()
             raise
 
-    async def load_policy(self, policy: str, folder: Path, version: int) -> None:
+    async def load_policy(
+        self, policy: str, folder: Path, version: int, base: Path | None = None
+    ) -> None:
         """See ``Engine.load_policy``. Sequences in flight of a policy that is loaded anew end with
         the weights that they began with."""
         async with self._changing:
-            self._policies[policy] = await asyncio.to_thread(self._load, policy, folder, version)
+            self._policies[policy] = await asyncio.to_thread(
+                self._load, policy, folder, version, base
+            )
         _log.info("engine.policy_loaded", policy=policy, version=version, device=self._device)
 
     async def unload_policy(self, policy: str) -> None:
@@ -235,7 +243,7 @@ class TorchEngine:
 
     # ---- helper threads --------------------------------------------------------------------
 
-    def _load(self, name: str, folder: Path, version: int) -> HostedPolicy:
+    def _load(self, name: str, folder: Path, version: int, base: Path | None) -> HostedPolicy:
         self._limit_threads()
         return HostedPolicy(
             name,
@@ -244,6 +252,7 @@ class TorchEngine:
             device=self._device,
             compute=self._compute,
             in_place=self._in_place,
+            base=None if base is None else self._bases.of(folder, base),
         )
 
     def _free(self) -> None:

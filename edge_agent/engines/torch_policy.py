@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_agent.engine import GenerationRequest, Positions, inside, stop_fault
+from edge_agent.engine import GenerationRequest, Positions, inside
 from edge_agent.engines.chat_tokenizer import ChatTokenizer
+from edge_agent.engines.request_check import request_fault
+from edge_agent.engines.torch_bases import Base
 from edge_agent.engines.torch_decoding import Forward, Row, end_tokens
 from transport.errors import GenerationFailed, IntegrityError, ModelError, WeightApplyFailed
+from transport.runtime.adapted_model import adapt
 from transport.runtime.model_folder import (
     ComputeType,
     ModelWeights,
@@ -57,7 +60,8 @@ class StagedWrite:
 
 
 class HostedPolicy:
-    """A loaded policy. Blocks while it loads.
+    """A loaded policy: a model, or an adapter on ``base``, and then the weights are the adapter's.
+    Blocks while it loads.
 
     Raises:
         ModelError: the folder does not load; names the file and what is wrong.
@@ -72,8 +76,14 @@ class HostedPolicy:
         device: str,
         compute: ComputeType,
         in_place: bool,
+        base: Base | None = None,
     ) -> None:
-        loaded = load_model(folder, device=device, compute=compute)
+        if base is None:
+            loaded = load_model(folder, device=device, compute=compute)
+        else:
+            loaded = adapt(base.loaded, folder, compute=compute)
+            folder = base.folder
+        self._base = base  # others on the same model find it as long as we have it
         self.name = name
         self._in_place = in_place
         self._vocabulary = vocabulary_of(loaded.model)
@@ -97,25 +107,7 @@ class HostedPolicy:
 
     def check(self, request: GenerationRequest) -> None:
         """Raises GenerationFailed for what would fail, or spoil others in the batch, later."""
-        sampling = request.sampling
-        prompt_tokens = len(request.prompt_tokens)
-        problem = ""
-        if not request.prompt_tokens:
-            problem = "the prompt has no tokens"
-        elif request.n < 1 or sampling.max_new_tokens < 1:
-            problem = "n and max_new_tokens must be at least 1"
-        elif not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-            problem = f"temperature {sampling.temperature} must be 0 (greedy) or more"
-        elif not 0 < sampling.top_p <= 1:
-            problem = f"top_p {sampling.top_p} must be above 0 and at most 1"
-        elif prompt_tokens + sampling.max_new_tokens > self._context_tokens:
-            problem = (
-                f"{prompt_tokens} prompt tokens and max_new_tokens {sampling.max_new_tokens} "
-                f"exceed the model's {self._context_tokens} positions"
-            )
-        elif not all(0 <= token < self._vocabulary for token in request.prompt_tokens):
-            problem = f"a prompt token is outside the vocabulary of {self._vocabulary}"
-        problem = problem or stop_fault(sampling)
+        problem = request_fault(request, self._vocabulary, self._context_tokens)
         if problem:
             raise GenerationFailed(f"{request.request_id}: {problem}")
 

@@ -3,25 +3,31 @@
     solver's reward      what the run's verifier (the scoring function) gives the answer
     verifier's reward    1 if its verdict was correct, 0 if not, or if it gave none
 
-A sibling returns two rollouts, the solver's and the verifier's. An evaluation returns the solver's
-alone; with ``best_of`` n the solver answers n times, drawn at ``best_of_temperature``, and the
-answer is returned that the verifier finds likeliest to be right:
+A sibling returns two rollouts, the solver's and the verifier's. Its verdict is on its own answer;
+with ``balanced`` on a right and on a wrong one of the group in turn, because a verifier that is
+shown wrong answers mostly is paid best for saying no to everything. Where no answer was right, the
+item's own stands in if it scores as right; where none was wrong, all verdicts are on right ones.
+
+An evaluation returns the solver's rollouts alone; with ``best_of`` n the solver answers n times,
+drawn at ``best_of_temperature``, and the answer is returned that the verifier finds likeliest to be
+right:
 
     score = p of a verdict ``yes``, 0 without a verdict, -p of a verdict ``no``
 
 where p is the probability of the verdict as it was written; of equals the first. Scoring costs n
-verdicts per item.
+verdicts per item. With ``measured`` "verdicts" the verdicts are returned instead, with the rewards
+they have in training: the accuracy is then the verifier's.
 
 ``[workflow.settings]``: ``solver`` and ``verifier`` are the names of the policies; ``question`` is
 what the verifier reads, with ``{prompt}`` and ``{answer}`` in it; a verdict begins with one of the
 words ``yes`` and ``no``, in any case; it has ``verdict_tokens`` at most; ``best_of`` and
-``best_of_temperature`` as above.
+``best_of_temperature``, ``balanced`` and ``measured`` as above.
 """
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Annotated, Final
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -41,6 +47,9 @@ RIGHT: Final = 1.0
 
 Text = Annotated[str, Meta(min_length=1, max_length=8000)]
 
+Claim = tuple[str, bool]
+"""An answer, and whether it is right."""
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """See the module."""
@@ -53,6 +62,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     verdict_tokens: Annotated[int, Meta(ge=1, le=100_000)] = 8
     best_of: Annotated[int, Meta(ge=1, le=256)] = 1
     best_of_temperature: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+    balanced: bool = False
+    measured: Literal["answers", "verdicts"] = "answers"
 
 
 @workflow("solve_and_verify", rollouts=2)
@@ -63,14 +74,9 @@ async def solve_and_verify(context: WorkflowContext, item: Item) -> list[Rollout
     if context.kind == "eval":
         return await _evaluated(context, item, settings, solver, verifier)
     answers = await solver.generate(item.prompt, n=context.group_size, label="solve")
-    rewards = await context.score([answer.text for answer in answers])
-    verdicts = await _verdicts(context, item, settings, verifier, answers)
+    claims, rewards = await _claims(context, item, settings, answers)
     solved = [Rollout.of(answer, reward) for answer, reward in zip(answers, rewards, strict=True)]
-    judged = [
-        Rollout.of(verdict, float(_says_yes(verdict.text, settings) is (reward >= RIGHT)))
-        for verdict, reward in zip(verdicts, rewards, strict=True)
-    ]
-    return [*solved, *judged]
+    return [*solved, *await _judged(context, item, settings, verifier, claims)]
 
 
 async def _evaluated(
@@ -80,9 +86,9 @@ async def _evaluated(
     solver: PolicyHandle,
     verifier: PolicyHandle,
 ) -> list[Rollout]:
-    """One answer per sibling: the only one, or the best of several."""
+    """One answer per sibling: the only one, or the best of several; or one verdict."""
     count = settings.best_of
-    if count == 1:
+    if count == 1 and settings.measured == "answers":
         answers = await solver.generate(item.prompt, n=context.group_size, label="solve")
         return [Rollout.of(answer) for answer in answers]
     answers = await solver.generate(
@@ -91,7 +97,11 @@ async def _evaluated(
         temperature=settings.best_of_temperature,
         label="solve",
     )
-    verdicts = await _verdicts(context, item, settings, verifier, answers)
+    if settings.measured == "verdicts":
+        claims, _ = await _claims(context, item, settings, answers)
+        return await _judged(context, item, settings, verifier, claims[: context.group_size])
+    texts = [answer.text for answer in answers]
+    verdicts = await _verdicts(context, item, settings, verifier, texts)
     scores = [_score(verdict, settings) for verdict in verdicts]
     best = (
         max(range(start, start + count), key=lambda n: scores[n])  # the first of equals
@@ -100,12 +110,48 @@ async def _evaluated(
     return [Rollout.of(answers[n]) for n in best]
 
 
+async def _claims(
+    context: WorkflowContext, item: Item, settings: Settings, answers: Sequence[Generated]
+) -> tuple[list[Claim], list[float]]:
+    """What is put before the verifier, one claim per answer, and the rewards of the answers."""
+    texts = [answer.text for answer in answers]
+    if not settings.balanced:
+        rewards = await context.score(texts)
+        return [(t, r >= RIGHT) for t, r in zip(texts, rewards, strict=True)], rewards
+    *rewards, own = await context.score([*texts, item.answer])
+    sides: dict[bool, list[Claim]] = {True: [], False: []}
+    for text, reward in zip(texts, rewards, strict=True):
+        sides[reward >= RIGHT].append((text, reward >= RIGHT))
+    if not sides[True] and own >= RIGHT:
+        sides[True].append((item.answer, True))
+    # By the item's number, so that one claim per item is balanced over the items.
+    turns = ((bool((item.index + n) % 2), n // 2) for n in range(len(texts)))
+    chosen = ((sides[turn] or sides[not turn], n) for turn, n in turns)
+    return [side[n % len(side)] for side, n in chosen], rewards
+
+
+async def _judged(
+    context: WorkflowContext,
+    item: Item,
+    settings: Settings,
+    verifier: PolicyHandle,
+    claims: Sequence[Claim],
+) -> list[Rollout]:
+    """Verdicts on the claims, with the verifier's rewards."""
+    texts = [text for text, _ in claims]
+    verdicts = await _verdicts(context, item, settings, verifier, texts)
+    return [
+        Rollout.of(verdict, float(_says_yes(verdict.text, settings) is right))
+        for verdict, (_, right) in zip(verdicts, claims, strict=True)
+    ]
+
+
 async def _verdicts(
     context: WorkflowContext,
     item: Item,
     settings: Settings,
     verifier: PolicyHandle,
-    answers: list[Generated],
+    answers: Sequence[str],
 ) -> list[Generated]:
     """One per answer; in an evaluation as greedy as everything else."""
 
@@ -118,7 +164,7 @@ async def _verdicts(
         )
         return verdict
 
-    return await side_by_side(judge(n, answer.text) for n, answer in enumerate(answers))
+    return await side_by_side(judge(n, answer) for n, answer in enumerate(answers))
 
 
 def _filled(template: str, texts: Mapping[str, str]) -> str:

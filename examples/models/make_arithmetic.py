@@ -49,8 +49,8 @@ CHAT_TEMPLATE = (
 Problem = tuple[int, str, int]
 
 
-def make_tokenizer(folder: Path, rng: random.Random) -> "PreTrainedTokenizerFast":
-    """Byte-level BPE over the task's questions, digits one by one; a question is 9 tokens.
+def make_tokenizer(folder: Path, corpus: list[str]) -> "PreTrainedTokenizerFast":
+    """Byte-level BPE over the task's texts, digits one by one; a question of ours is 9 tokens.
 
     The pre-tokenizer splits at digits only, so the fixed wording merges into a single token;
     any other text still encodes, byte by byte.
@@ -72,7 +72,6 @@ def make_tokenizer(folder: Path, rng: random.Random) -> "PreTrainedTokenizerFast
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    corpus = [question(draw_problem(rng)) for _ in range(500)]
     tokenizer.train_from_iterator(corpus, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -89,7 +88,9 @@ def make_tokenizer(folder: Path, rng: random.Random) -> "PreTrainedTokenizerFast
     return loaded
 
 
-def make_model(vocabulary: int, seed: int) -> "Qwen3ForCausalLM":
+def make_model(
+    vocabulary: int, seed: int, *, hidden: int = 128, feed_forward: int = 384, layers: int = 3
+) -> "Qwen3ForCausalLM":
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -97,9 +98,9 @@ def make_model(vocabulary: int, seed: int) -> "Qwen3ForCausalLM":
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=vocabulary,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=3,
+            hidden_size=hidden,
+            intermediate_size=feed_forward,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
@@ -255,7 +256,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rng = random.Random(arguments.seed)  # noqa: S311 - data, not secrets
-    tokenizer = make_tokenizer(arguments.folder, rng)
+    corpus = [question(draw_problem(rng)) for _ in range(500)]
+    tokenizer = make_tokenizer(arguments.folder, corpus)
     problems = held_out_problems()
     model = make_model(len(tokenizer), arguments.seed)
     train(model, tokenizer, frozenset(problems), rng)

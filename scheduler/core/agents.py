@@ -14,6 +14,7 @@ from scheduler.core import agent_states, attempts, costs, jobs, quarantine, reca
 from scheduler.core.context import CONNECTED, AgentLive, Context, Lease, known_code
 from scheduler.core.state import Agent
 from transport.messages import (
+    MAX_ID_LENGTH,
     PROTOCOL_VERSION,
     AgentInventory,
     AgentLog,
@@ -187,6 +188,7 @@ def forget_due(ctx: Context, name: str) -> None:
         return  # it must not come back as somebody that nothing is known of
     ctx.tables.remove(agent)
     del ctx.agents[name]
+    quarantine.forget(ctx, name)
     ctx.note(name, "forgotten")
 
 
@@ -221,7 +223,9 @@ def _introduce(ctx: Context, name: str, incarnation: int, inventory: AgentInvent
         engine=inventory.engine[:64],
         workflows=inventory.workflows,
         rewards=inventory.rewards,
+        rechecks=inventory.rechecks,
         labels=_labels(inventory),
+        bases=tuple(base[:MAX_ID_LENGTH] for base in inventory.bases[:MAX_LABELS]),
         versions={p: ref for p, ref in inventory.versions.items() if p in ctx.hosted},
         price_usd_hour=max(0.0, inventory.price_usd_hour),
         egress_usd_gb=max(0.0, inventory.egress_usd_gb),
@@ -299,6 +303,7 @@ def _heartbeat(ctx: Context, agent: Agent, live: AgentLive, message: Heartbeat) 
     live.running_sequences = message.running_sequences
     live.tokens_generated = message.tokens_generated
     live.bytes_up, live.bytes_down = message.bytes_up, message.bytes_down
+    live.spool_bytes, live.gpus = message.spool_bytes, message.gpus
     if message.rtt_s is not None and 0.0 <= message.rtt_s < 3600.0:
         live.estimate.rtt_s.observe(message.rtt_s, ctx.now)
     live.clock_offset_s = message.clock_offset_s

@@ -47,3 +47,26 @@ class Conduct:
     own_failures: int = 0
     weight: float = 0.0
     weighed_s: float = 0.0
+
+
+@dataclass(slots=True)
+class DriftWindow:
+    """How far an agent's log-probabilities of one policy are from the trainer's: sums over the
+    ``tokens`` since the last window was closed, at the end of ``step`` (0: none was) with
+    ``closed_tokens``; ``mean`` and ``mean_kl`` (nats a token) are of that one, ``above`` how many
+    in a row were above the bound."""
+
+    tokens: int = 0
+    difference: float = 0.0
+    kl: float = 0.0
+    step: int = 0
+    closed_tokens: int = 0
+    mean: float = 0.0
+    mean_kl: float = 0.0
+    above: int = 0
+
+    def close(self, step: int) -> None:
+        """Take the means, of at least one token, and begin anew."""
+        self.step, self.closed_tokens = step, self.tokens
+        self.mean, self.mean_kl = self.difference / self.tokens, self.kl / self.tokens
+        self.tokens, self.difference, self.kl = 0, 0.0, 0.0

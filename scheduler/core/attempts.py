@@ -319,7 +319,8 @@ def _lane(job: Job) -> str:
         return f"{family} {' '.join(wanting)}" if len(job.copies) > 1 else family
     pins = sorted(asked.pinned.items())
     require = sorted((label, sorted(values)) for label, values in asked.require.items())
-    return f"{asked.submitter} {family} {pins} {require}"
+    heard = () if asked.recheck is None else (asked.recheck.agent, asked.recheck.second)
+    return f"{asked.submitter} {family} {pins} {require} {heard}"
 
 
 def leave_queue(ctx: Context, job: Job) -> None:

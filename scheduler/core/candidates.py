@@ -9,7 +9,7 @@ tests and estimates as placement does.
 from collections.abc import Callable
 
 from scheduler.core import backlog, prefetch
-from scheduler.core.constraints import unmet
+from scheduler.core.constraints import unmet, without_model
 from scheduler.core.context import AgentLive, Context, PolicyLive
 from scheduler.core.estimators import PRIOR_LINK_BYTES_S, PRIOR_RTT_S
 from scheduler.core.placement import (
@@ -52,7 +52,8 @@ def shortlist(
         most = max(1, most // DRAWN_SHARE)
         start, seen = ctx.rng.randrange(seen), min(seen, SEARCH_FACTOR * most)
     pinned, work = pins(ctx, job), work_of(ctx, job)
-    asks_more = bool(pinned) or (job.external is not None and bool(job.external.require))
+    asked = job.external
+    asks_more = bool(pinned) or (asked is not None and bool(asked.require or asked.recheck))
     found: list[Candidate] = []
     avoided: list[Candidate] = []
     known, lives = ctx.tables.agents, ctx.agents
@@ -220,6 +221,9 @@ def _misfit(ctx: Context, run: Run, agent: Agent, work: Work) -> str:
     reward = work.missing_reward(agent.rewards)
     if reward:
         return f"no reward {reward}"
+    unadapted = without_model(run, live.policies, agent)
+    if unadapted:
+        return f"no model for the adapter of {unadapted} (agent.local_models)"
     for id in live.policies.values():
         ref = agent.versions.get(id)
         if ref is None:
@@ -239,6 +243,11 @@ def _unsuited(ctx: Context, job: Job, agent: Agent, live: AgentLive) -> str:
         label = unmet(job.external.require, agent)
         if label:
             return f"label {label}"
+        recheck = job.external.recheck
+        if recheck is not None and not agent.rechecks:
+            return "finds no rewards again"
+        if recheck is not None and agent.name in (recheck.agent, recheck.second):
+            return "has found these rewards before"
     if job.evaluation and agent.name in ctx.evaluations[job.evaluation].declined:
         return "past the pinned version"
     for policy, version in pins(ctx, job).items():

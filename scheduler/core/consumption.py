@@ -12,7 +12,7 @@ own account (step reports, requests, its checkpoint when it comes back); what th
 before its last rollback is ignored (``Policy.floor``).
 """
 
-from scheduler.core import jobs, quarantine, replay_pool, steps
+from scheduler.core import honesty, jobs, quarantine, replay_pool, steps
 from scheduler.core.accounting import account, move
 from scheduler.core.admission import spec_of
 from scheduler.core.context import Context, PolicyLive
@@ -181,6 +181,7 @@ def step_done(ctx: Context, policy: Policy, message: StepReport) -> None:
         ctx.count("trainers.stale_report")
         return
     status = steps.status_of(ctx, policy, message)
+    honesty.compared(ctx, policy, message)
     if news:
         move_head(ctx, policy, message.step, message.version)
     policy.reported = message.step

@@ -8,12 +8,13 @@ policies, runs and placement as due; ``machine`` then settles what is due in a f
 """
 
 from collections import deque
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from scheduler.core.asking import Conduct, SubmitterLive, Waiting
+from scheduler.core.asking import Conduct, DriftWindow, SubmitterLive, Waiting
 from scheduler.core.bias import LengthWatch
 from scheduler.core.buffers import Buffer
 from scheduler.core.effects import Effect, Send
@@ -38,6 +39,7 @@ from scheduler.core.work import Work
 from transport.ids import Fence
 from transport.messages import Item, Message
 from transport.runs import EvaluationSpec
+from transport.status import GpuReading
 
 if TYPE_CHECKING:
     import random
@@ -125,6 +127,8 @@ class AgentLive:
     tokens_generated: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
+    spool_bytes: int = 0
+    gpus: tuple[GpuReading, ...] = ()
     estimate: AgentEstimate = field(default_factory=AgentEstimate)
     frees: list[tuple[float, int]] | None = None
     waiting: dict[str, None] = field(default_factory=dict)
@@ -142,7 +146,8 @@ class PolicyLive:
     buffered jobs, and since when, whose oldest version has no place in the tree yet. ``arrivals``
     is how often groups come back, ``stored_s`` when the
     newest version was there to be fetched, ``flying_by_deadline`` counts attempts by the last head
-    step at which they should be usable, ``pool`` has what may be trained on again."""
+    step at which they should be usable, ``pool`` has what may be trained on again, ``drifts`` how
+    far log-probabilities are from the trainer's, by agent."""
 
     tree: VersionTree
     buffer: Buffer
@@ -160,6 +165,7 @@ class PolicyLive:
     stored_s: float = 0.0
     lengths: LengthWatch = field(default_factory=LengthWatch)
     pool: ReplayPool = field(default_factory=ReplayPool)
+    drifts: dict[str, DriftWindow] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -230,6 +236,8 @@ class Context:
         self.settings = settings
         self.term = term
         self.rng = rng
+        self.sampling = copy(rng)  # so that what is drawn here changes nothing else
+        self.sampling.seed(self.sampling.getrandbits(64))
         self.build = build
         self.now = now
         self.started_s = now

@@ -156,11 +156,13 @@ def _offer(ctx: Context, run: Run, job: Job, choice: Choice) -> float:
     if external is not None:
         max_new_tokens = external.max_new_tokens or max_new_tokens
         temperature = temperature if external.temperature is None else external.temperature
+    kind = "external" if job.kind == "recheck" else job.kind
+    recheck = None if external is None else external.recheck
     offer = LeaseOffer(
         attempt=lease.attempt,
         fence=lease.fence,
         job=job.id,
-        kind=job.kind,
+        kind=kind,
         items=job.items,
         group_size=job.sequences // len(job.items),
         workflow=workflow.reference,
@@ -169,10 +171,11 @@ def _offer(ctx: Context, run: Run, job: Job, choice: Choice) -> float:
         reward=work.reward(job.items),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
-        seed=item_seed(run.spec.seed, job.kind, job.index),
+        seed=item_seed(run.spec.seed, kind, job.index),
         lease_s=ctx.settings.lease_s,
         pinned=pinned,
         resume=resume,
+        recheck="" if recheck is None else recheck.digest,
     )
     ctx.effects.append(Send(choice.agent, offer, job.prompt))
     return lease.tokens

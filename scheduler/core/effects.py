@@ -67,10 +67,13 @@ class RecordEvaluation(msgspec.Struct, frozen=True):
 
 
 class RunEnded(msgspec.Struct, frozen=True):
-    """The run is finished: ``completed``, ``stopped`` or ``failed: TEXT``."""
+    """The run is finished: ``completed``, ``stopped`` or ``failed: TEXT``; what it cost in all, and
+    how many tokens agents generated for it."""
 
     run: str
     reason: str
+    cost_usd: float = 0.0
+    tokens: int = 0
 
 
 Effect = (

@@ -30,6 +30,7 @@ _BY_BEGINNING: tuple[tuple[str, FailureClass], ...] = (
     ("integrity.checksum", "data"),
     ("trajectory.", "box"),
     ("engine.apply", "box"),
+    ("engine.crashed", "box"),
     ("integrity", "box"),
     ("link", "box"),
     ("process", "box"),

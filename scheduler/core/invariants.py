@@ -161,6 +161,8 @@ def _check_bodies(ctx: Context) -> None:
         if job.partial is not None:
             _require(ctx, job.state != "done", job.id, "done, and keeps finished turns")
             digests[job.partial.digest] = job.id
+        if job.external is not None and job.external.recheck is not None:
+            digests[job.external.recheck.digest] = job.external.recheck.job
     for entry in ctx.tables.kept.values():
         digests[entry.digest] = entry.job
     for outcome in ctx.tables.outcomes.values():

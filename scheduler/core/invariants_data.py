@@ -19,6 +19,9 @@ def check_data(ctx: Context) -> None:
         require(ctx, entry.policy in ctx.policies, entry.job, "kept for a run that is over")
         held[entry.digest] += 1
         require(ctx, ctx.bodies.get(entry.digest) == entry.job, entry.job, "kept without its body")
+    for job in ctx.tables.jobs.values():
+        if job.external is not None and job.external.recheck is not None:
+            held[job.external.recheck.digest] += 1
     require(ctx, ctx.held_bodies == held, "bodies", "held for others than those that may use them")
     for id in ctx.policies:
         _check_pool(ctx, ctx.tables.policies[id])

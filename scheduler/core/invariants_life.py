@@ -34,7 +34,8 @@ def _check_external(ctx: Context) -> None:
     pins: dict[str, Counter[tuple[str, int]]] = {name: Counter() for name in ctx.runs}
     for job in ctx.tables.jobs.values():
         external = job.external
-        require(ctx, (job.kind == "external") == (external is not None), job.id, "kind")
+        asked = job.kind in ("external", "recheck")
+        require(ctx, asked == (external is not None), job.id, "kind")
         if external is None:
             continue
         require(ctx, job.run in by_run, job.id, "external job of a finished run")

@@ -58,7 +58,11 @@ def drop_if_over(ctx: Context, job: Job) -> None:
     partials.drop(ctx, job)
     ctx.tables.remove(job)
     if job.external is not None:
-        outcomes.conclude(ctx, job, job.external)
+        if job.external.recheck is None:
+            outcomes.conclude(ctx, job, job.external)
+        else:
+            ctx.count(f"rechecks.{next(iter(job.copies.values())).state}")
+            bodies.unhold(ctx, job.external.recheck.digest)
         submitters.unindex(ctx, job, job.external)
     elif job.result is not None:
         bodies.let_go(ctx, job.result.digest)
@@ -93,7 +97,7 @@ def attempt_failed(ctx: Context, lease: Lease, code: str, detail: str = "") -> N
 
 def give_up_or_retry(ctx: Context, job: Job, retry_s: float = 0.0) -> None:
     """Fail the job when it has used up its attempts, otherwise queue it again."""
-    most = ctx.tables.runs[job.run].spec.max_attempts
+    most = 1 if job.kind == "recheck" else ctx.tables.runs[job.run].spec.max_attempts
     if job.failures >= most:
         _give_up(ctx, job, "attempts")
     elif job.losses >= most * LOSSES_PER_ATTEMPT:
@@ -104,7 +108,7 @@ def give_up_or_retry(ctx: Context, job: Job, retry_s: float = 0.0) -> None:
 
 def _give_up(ctx: Context, job: Job, reason: str) -> None:
     close(ctx, job, "failed", reason)
-    if job.kind != "eval":
+    if job.kind not in ("eval", "recheck"):
         dead_letters.bury(ctx, job, reason)
 
 

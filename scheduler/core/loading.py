@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from scheduler.core import (
     attempts,
+    bodies,
     consumption,
     curation,
     dead_letters,
@@ -97,6 +98,8 @@ def _load_job(ctx: Context, job: Job) -> None:
         ctx.evaluations[job.evaluation].jobs[job.id] = None
     elif job.external is not None:
         submitters.index(ctx, job, job.external)
+        if job.external.recheck is not None:
+            bodies.hold(ctx, job.external.recheck.digest, job.external.recheck.job)
     else:
         ctx.runs[job.run].jobs[job.id] = None
     if job.state == "in_flight":

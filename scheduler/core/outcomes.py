@@ -51,7 +51,7 @@ def deliver(ctx: Context, job: Job, external: External, summary: GroupSummary) -
 
 
 def conclude(ctx: Context, job: Job, external: External) -> None:
-    """An external job is over; without a result it ends as its copies did."""
+    """An external job of a submitter is over; without a result it ends as its copies did."""
     copy = next(iter(job.copies.values()))
     if copy.state != "delivered":
         _add(ctx, job, external, _ENDS.get(copy.state, "failed"), code=copy.reason)

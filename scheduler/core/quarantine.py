@@ -6,6 +6,7 @@
     body of another job (trainer)     1       the same
     body without trainable tokens     0.5     a strange workflow may do that
     body damaged (trainer)            0.25    as likely the log's disk
+    other log-probabilities (trainer) 1       see ``honesty``; the third in a row 3
     many own failures in a row        3       10 in a row take minutes of back-off; others do well
     crash loop                        3       5 starts in 10 minutes without one result in between
 
@@ -116,10 +117,17 @@ def release(ctx: Context, agent: Agent, live: AgentLive) -> None:
     live.conduct.weight = 0.0
     live.conduct.own_failures = 0
     live.conduct.starts.clear()
+    forget(ctx, agent.name)
     ctx.note(agent.name, "released")
     if live.state == "ready" and live.leases:
         agent_states.set_state(ctx, agent, live, "suspect")
     agent_states.recount(ctx, agent, live)
+
+
+def forget(ctx: Context, name: str) -> None:
+    """What was found of its log-probabilities so far does not count."""
+    for policy in ctx.policies.values():
+        policy.drifts.pop(name, None)
 
 
 def _another_does_well(ctx: Context, name: str) -> bool:

@@ -6,7 +6,7 @@ What always holds: nothing is changed; the cost is that of the few things that a
 from collections import Counter
 from typing import Final
 
-from scheduler.core import replay_pool, trainers
+from scheduler.core import honesty, replay_pool, trainers
 from scheduler.core.accounting import waiting
 from scheduler.core.admission import (
     admissible,
@@ -18,6 +18,7 @@ from scheduler.core.admission import (
 )
 from scheduler.core.admission import bound as groups_bound
 from scheduler.core.agent_states import may_work, shown
+from scheduler.core.constraints import without_model
 from scheduler.core.context import Context, Lease
 from scheduler.core.state import Agent, Copy, Evaluation, Job, Policy, Run
 from scheduler.core.status import stuck
@@ -200,7 +201,8 @@ def of_agent(ctx: Context, name: str) -> tuple[str, list[str]]:
         found.append("it serves no version yet")
     if may_work(agent, live) and name not in ctx.open_agents and live.blocked_until_s <= ctx.now:
         found.append("it has no room")
-    found += _other_code(ctx, agent)
+    found += _other_code(ctx, agent) + _no_model(ctx, agent)
+    found += honesty.shown(ctx, name)
     found += [f"evidence: {line}" for line in agent.evidence]
     return shown(agent, live), found
 
@@ -224,6 +226,20 @@ def _other_code(ctx: Context, agent: Agent) -> list[str]:
                     " there and restart it"
                 )
     return found
+
+
+def _no_model(ctx: Context, agent: Agent) -> list[str]:
+    """Runs whose adapters an agent has no model for, and what to set there."""
+    lacking = {
+        name: without_model(ctx.tables.runs[name], live.policies, agent)
+        for name, live in ctx.runs.items()
+    }
+    return [
+        f"no work of run {name}: {policy} is published as an adapter; name the folder of its model"
+        ' in agent.local_models there, with an engine that takes adapters (agent.engine = "torch")'
+        for name, policy in lacking.items()
+        if policy
+    ]
 
 
 def _queued(ctx: Context, job: Job, scored: tuple[ScoredCandidate, ...]) -> list[str]:

@@ -27,8 +27,9 @@ _WHY = {
 }
 
 
-def replay(ctx: Context, message: JobReplay) -> CommandReply:
-    """Queue letters again, as many as possible; the reply says how many and why not the others."""
+def replay(ctx: Context, message: JobReplay, *, by: str = "") -> CommandReply:
+    """Queue letters again, as many as possible; the reply says how many and why not the others.
+    ``by`` is who wants it."""
     if not message.jobs and not message.run:
         text = "name the run whose dead letters are to be queued again, or the jobs"
         return CommandReply(ok=False, code="replay.which", message=text)
@@ -45,7 +46,7 @@ def replay(ctx: Context, message: JobReplay) -> CommandReply:
         if dead is None or message.run not in ("", dead.letter.run):
             code = "job.unknown"
         else:
-            code = _requeue(ctx, dead)
+            code = _requeue(ctx, dead, by)
         if code:
             refused[code] += 1
         else:
@@ -57,7 +58,7 @@ def replay(ctx: Context, message: JobReplay) -> CommandReply:
     return CommandReply(ok=not refused, code=first, message=text)
 
 
-def _requeue(ctx: Context, dead: Dead) -> str:
+def _requeue(ctx: Context, dead: Dead, by: str) -> str:
     """The code of what is in the way, or nothing when the job is queued."""
     run = ctx.tables.runs.get(dead.letter.run)
     if run is None or not run.live or run.finishing:
@@ -86,7 +87,7 @@ def _requeue(ctx: Context, dead: Dead) -> str:
         created_s=ctx.now,
     )
     job.copies, job.attempts, job.avoid = {}, [], list(job.avoid)
-    ctx.note(job.id, "replayed", replays=job.replays)
+    ctx.note(job.id, "replayed", replays=job.replays, by=by)
     ctx.count("dead_letters.replayed")
     if asked is None:
         intake.enter(ctx, run, job)

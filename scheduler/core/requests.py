@@ -55,24 +55,29 @@ def answer(ctx: Context, event: FromOperator) -> None:
 def _answer(ctx: Context, event: FromOperator, asked: Message) -> Message:
     peer = event.peer
     match asked:
-        case RunSubmit():
-            return runs.submit_run(ctx, asked, event.fault)
-        case RunCommand():
-            return runs.command(ctx, asked)
+        case RunSubmit(by=by):
+            return runs.submit_run(ctx, asked, event.fault, by=_giver(peer, by))
+        case RunCommand(by=by):
+            return runs.command(ctx, asked, by=_giver(peer, by))
         case StatusRequest(agents_after=after):
             return StatusReply(status=status.build(ctx, ctx.now, after, AGENTS_PER_STATUS))
         case JobSubmit():
             return external.submit_jobs(ctx, peer, asked)
         case JobCancel():
             return external.cancel_jobs(ctx, peer, asked)
-        case AgentOrder():
-            return orders.give(ctx, peer, asked)
+        case AgentOrder(by=by):
+            return orders.give(ctx, _giver(peer, by), asked)
         case DeadLettersRequest():
             return dead_letters.page(ctx, asked)
-        case JobReplay():
-            return replays.replay(ctx, asked)
+        case JobReplay(by=by):
+            return replays.replay(ctx, asked, by=_giver(peer, by))
         case ExplainRequest(subject=subject):
             return explain.explain(ctx, subject)
         case _:
             text = f"{type(asked).__name__} is not a command"
             return CommandReply(ok=False, code="command.unknown", message=text)
+
+
+def _giver(peer: str, by: str) -> str:
+    """Who gave an order: the key's name, which is sure, and for whom it says that it did."""
+    return f"{peer}/{by}" if by else peer

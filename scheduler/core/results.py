@@ -21,6 +21,7 @@ from scheduler.core import (
     outcomes,
     partials,
     quarantine,
+    rechecks,
 )
 from scheduler.core.accounting import move, open_copies
 from scheduler.core.context import Context, Lease
@@ -136,6 +137,9 @@ def _accept(
     ctx: Context, job: Job, lease: Lease, summary: GroupSummary, verdicts: Verdicts
 ) -> None:
     quarantine.result_came(ctx.agents[lease.agent])
+    if job.external is not None and job.external.recheck is not None:
+        rechecks.answered(ctx, job, lease, summary, job.external.recheck)
+        return
     agent = ctx.tables.agents[lease.agent]
     costs.uploaded(ctx, job.run, agent, summary.size_bytes, sum(summary.lengths))
     learning.learn(ctx, job, lease, summary)
@@ -155,6 +159,7 @@ def _accept(
         reward_mean=sum(summary.rewards) / len(summary.rewards),
         response_tokens=sum(summary.lengths),
     )
+    items = job.items
     if job.external is None:
         job.items = ()
     ctx.bodies[summary.digest] = job.id
@@ -165,6 +170,7 @@ def _accept(
     else:
         ctx.runs[job.run].turnaround.add(ctx.now - job.created_s)
         _route(ctx, job, summary, verdicts)
+        rechecks.consider(ctx, job, items, summary)
     if job.id in ctx.tables.jobs:
         jobs.drop_if_over(ctx, job)
 

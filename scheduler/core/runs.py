@@ -40,8 +40,9 @@ ABANDONED = "abandoned"
 """The reason of a run that waits for no trainer to save and export."""
 
 
-def submit_run(ctx: Context, message: RunSubmit, fault: str = "") -> CommandReply:
-    """Take a run; the same one again is harmless. ``fault`` is what the shell found wrong."""
+def submit_run(ctx: Context, message: RunSubmit, fault: str = "", *, by: str = "") -> CommandReply:
+    """Take a run; the same one again is harmless. ``fault`` is what the shell found wrong, ``by``
+    who submits it."""
     spec = message.run
     known = ctx.tables.runs.get(spec.name)
     if known is not None:
@@ -59,7 +60,7 @@ def submit_run(ctx: Context, message: RunSubmit, fault: str = "") -> CommandRepl
     for policy in trained_policies(ctx, run):
         account(ctx, policy.id, "train")
         trainers.watch(ctx, policy, ctx.policies[policy.id])
-    ctx.note(run.name, "submitted")
+    ctx.note(run.name, "submitted", by=by)
     ctx.runs_changed()
     agents.tell_hosted(ctx)
     start_source(ctx, run)
@@ -96,8 +97,9 @@ def start_source(ctx: Context, run: Run) -> None:
     ctx.timers.set_earlier("sweep", "", ctx.now + ctx.settings.heartbeat_s)
 
 
-def command(ctx: Context, message: RunCommand) -> CommandReply:
-    """Pause, resume or stop; or abandon, which waits for no trainer to save and export."""
+def command(ctx: Context, message: RunCommand, *, by: str = "") -> CommandReply:
+    """Pause, resume or stop; or abandon, which waits for no trainer to save and export. ``by`` is
+    who wants it."""
     run = ctx.tables.runs.get(message.run)
     if run is None:
         names = ", ".join(sorted(r.name for r in ctx.tables.runs.values() if r.live)) or "none"
@@ -108,6 +110,7 @@ def command(ctx: Context, message: RunCommand) -> CommandReply:
         text = f"run {run.name} is finished: {run.reason}"
         return CommandReply(ok=False, code="run.finished", message=text)
     if message.command == "abandon":
+        _note_order(ctx, run, message, by)
         end(ctx, run, ABANDONED)
         run.finishing = ABANDONED
         ctx.tables.touch(run)
@@ -117,6 +120,7 @@ def command(ctx: Context, message: RunCommand) -> CommandReply:
         if run.finishing:
             text = f"nothing to do: run {run.name} is stopping already ({run.finishing})"
             return CommandReply(ok=True, message=text)
+        _note_order(ctx, run, message, by)
         end(ctx, run, "stopped")
         return CommandReply(ok=True)
     if run.state == "stopping":
@@ -128,6 +132,7 @@ def command(ctx: Context, message: RunCommand) -> CommandReply:
         else RunState(run=run.name, state="running")
     )
     if run.state != wanted.state:
+        _note_order(ctx, run, message, by)
         run.state = "paused" if message.command == "pause" else "running"
         ctx.tables.touch(run)
         ctx.note(run.name, run.state)
@@ -138,6 +143,10 @@ def command(ctx: Context, message: RunCommand) -> CommandReply:
         return CommandReply(ok=True)
     text = f"nothing to do: run {run.name} is {run.state} already"
     return CommandReply(ok=True, message=text)
+
+
+def _note_order(ctx: Context, run: Run, message: RunCommand, by: str) -> None:
+    ctx.note(run.name, f"ordered to {message.command}", by=by)
 
 
 def items_produced(
@@ -282,7 +291,10 @@ def _finish(ctx: Context, run: Run, reason: str) -> None:
     ctx.timers.cancel("produce", run.name)
     ctx.timers.cancel("cancel", run.name)
     ctx.effects.append(StopTaskSource(run.name))
-    ctx.effects.append(RunEnded(run.name, reason))
+    spend = ctx.tables.spends.get(run.name)
+    cost_usd = 0.0 if spend is None else spend.agents_usd + spend.egress_usd
+    tokens = 0 if spend is None else spend.tokens
+    ctx.effects.append(RunEnded(run.name, reason, cost_usd, tokens))
     ctx.note(run.name, "finished", reason=reason)
     ctx.count("runs.finished")
     ctx.runs_changed()

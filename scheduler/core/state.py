@@ -20,6 +20,8 @@ Change = tuple[str, str, bytes | None]
 
 JobState = Literal["queued", "in_flight", "done"]
 OPEN_STATES: frozenset[str] = frozenset({"queued", "in_flight", "buffered", "taken"})
+RECHECKER = "~"
+"""Submits rechecks of rewards; no key has such a name."""
 WAITING_STATES: frozenset[str] = frozenset({"queued", "in_flight", "buffered"})
 
 
@@ -173,10 +175,24 @@ class Result(msgspec.Struct, frozen=True):
     response_tokens: int
 
 
+class Recheck(msgspec.Struct, frozen=True):
+    """Rewards of an accepted result that are found again: what ``agent`` recorded for ``digest``,
+    and what a ``second`` agent ``found`` when it found others."""
+
+    job: str
+    attempt: str
+    agent: str
+    digest: str
+    rewards: tuple[float, ...]
+    second: str = ""
+    found: tuple[float, ...] = ()
+
+
 class External(msgspec.Struct, frozen=True):
     """What a submitter asked for beyond the run's own: who it is, its id for the job, until when
     (core's clock, 0: whenever) and with what. ``fingerprint`` tells whether a job that is
-    submitted again is exactly the same; ``pinned`` is by policy id."""
+    submitted again is exactly the same; ``pinned`` is by policy id. With ``recheck`` it is the
+    scheduler's own, of the submitter ``RECHECKER``."""
 
     submitter: str
     id: str
@@ -186,6 +202,7 @@ class External(msgspec.Struct, frozen=True):
     temperature: float | None = None
     pinned: dict[str, int] = {}
     require: dict[str, tuple[str, ...]] = {}
+    recheck: Recheck | None = None
 
 
 class Job(Entity):
@@ -199,7 +216,7 @@ class Job(Entity):
 
     id: str
     run: str
-    kind: Literal["train", "eval", "external"]
+    kind: Literal["train", "eval", "external", "recheck"]
     index: int
     sequences: int
     items: tuple[Item, ...]
@@ -251,7 +268,9 @@ class Agent(Entity):
     engine: str = ""
     workflows: dict[str, str] = {}
     rewards: tuple[str, ...] = ()
+    rechecks: bool = False
     labels: dict[str, str] = {}
+    bases: tuple[str, ...] = ()
     versions: dict[str, VersionRef] = {}
     groups_done: int = 0
     attempts_failed: int = 0

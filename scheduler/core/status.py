@@ -5,6 +5,7 @@ from copy import copy
 
 from scheduler.core import demand, evaluation, trainers
 from scheduler.core.agent_states import may_work, shown
+from scheduler.core.constraints import without_model
 from scheduler.core.context import Context
 from scheduler.core.state import Agent, Evaluation, Policy, Run
 from scheduler.core.work import TRAINING, Work
@@ -78,7 +79,7 @@ def _run(ctx: Context, run: Run, evaluations: list[Evaluation], dead_letters: in
     policies = [ctx.tables.policies[policy_id(run.name, name)] for name in run.spec.policies]
     rows: list[AccountingRow] = []
     for policy in policies:
-        for kind in ("train", "eval", "external"):
+        for kind in ("train", "eval", "external", "recheck"):
             books = ctx.tables.accounts.get(f"{policy.id}|{kind}")
             if books is not None:
                 rows.append(copy(books.row))
@@ -141,8 +142,18 @@ def nobody(ctx: Context, run: Run) -> str:
     states = Counter(shown(ctx.tables.agents[name], live) for name, live in ctx.agents.items())
     away = [f"{states[kind]} {kind}" for kind in kinds if states[kind]]
     text = "no agent is ready" + (f" ({', '.join(away)})" if away else "")
-    missing = _no_weights(ctx, run)
+    missing = _no_weights(ctx, run) or _no_models(ctx, run)
     return f"{text}: {missing}" if states["joining"] and missing else text
+
+
+def _no_models(ctx: Context, run: Run) -> str:
+    """Which adapter's model none of the agents that are joining has, or nothing."""
+    policies = {name: policy_id(run.name, name) for name in run.spec.workflow.policies}
+    joining = [ctx.tables.agents[name] for name, it in ctx.agents.items() if it.state == "joining"]
+    lacking = [without_model(run, policies, agent) for agent in joining]
+    if not all(lacking):
+        return ""
+    return f"none of them has the model for the adapter of {lacking[0]} (agent.local_models)"
 
 
 def _no_weights(ctx: Context, run: Run) -> str:
@@ -188,7 +199,7 @@ def _agent(ctx: Context, name: str) -> AgentStatus:
         running_sequences=live.running_sequences if live.leases and live.state != "gone" else 0,
         leases=len(live.leases),
         rtt_s=live.estimate.rtt_s.value,
-        rate_tokens_s=None if not token_s else 1.0 / token_s,
+        rate_tokens_s=_rate(token_s),
         tokens_generated=live.tokens_generated,
         bytes_up=live.bytes_up,
         bytes_down=live.bytes_down,
@@ -203,4 +214,13 @@ def _agent(ctx: Context, name: str) -> AgentStatus:
         evidence=tuple(agent.evidence),
         clock_offset_s=live.clock_offset_s,
         price_usd_hour=agent.price_usd_hour,
+        up_bytes_s=_rate(live.estimate.up_byte_s.value),
+        down_bytes_s=_rate(live.estimate.down_byte_s.value),
+        spool_bytes=live.spool_bytes,
+        gpus=live.gpus,
     )
+
+
+def _rate(unit_s: float | None) -> float | None:
+    """Units per second from seconds per unit."""
+    return 1.0 / unit_s if unit_s else None

@@ -56,12 +56,14 @@ class ModelledVersion(msgspec.Struct, frozen=True):
 
 
 class TrajectoryLogActor:
-    """Bodies by digest; ``announced`` are those that the scheduler has not accepted."""
+    """Bodies by digest; ``_unaccepted`` are those that the scheduler has not accepted. What comes
+    again after its release is acknowledged and not stored."""
 
     def __init__(
         self, *, kernel: Kernel, network: Network, workload: Workload, ledger: Ledger
     ) -> None:
         self.bodies: dict[str, Spooled] = {}
+        self._released: set[str] = set()
         self._kernel = kernel
         self._network = network
         self._workload = workload
@@ -100,6 +102,7 @@ class TrajectoryLogActor:
             case BodiesReleased(digests=digests):
                 for digest in digests:
                     self._unaccepted.pop(digest, None)
+                    self._released.add(digest)
                     gone = self.bodies.pop(digest, None)
                     if gone is not None:
                         self._ledger.body_gone(digest, gone.tokens)
@@ -111,7 +114,7 @@ class TrajectoryLogActor:
         """Ask for a large body; it comes in chunks, as fast as the link brings them."""
         summary = msgspec.structs.replace(offered.summary, agent=agent)
         digest, put = summary.digest, (agent, offered._replace(summary=summary))
-        if digest in self.bodies:
+        if digest in self.bodies or digest in self._released:
             self._stored(put)
             return
 
@@ -127,7 +130,7 @@ class TrajectoryLogActor:
     def _stored(self, put: tuple[str, Spooled]) -> None:
         agent, body = put
         summary = body.summary
-        if summary.digest not in self.bodies:
+        if summary.digest not in self.bodies and summary.digest not in self._released:
             self.bodies[summary.digest] = body
             self._ledger.turnaround_s.append(self._kernel.now - body.accepted_s)
             if self._ledger.recorder is not None:

@@ -373,7 +373,7 @@ def test_metrics_are_one_whole_object_per_line(tmp_path):
         file.write(b'{"type": "step", "po')  # death in mid-line
     files = MetricsFiles(tmp_path, ManualClock())
     files.record(RecordEvaluation("sums", evaluation))
-    files.record(RunEnded("sums", "completed"))
+    files.record(RunEnded("sums", "completed", cost_usd=0.5, tokens=9))
     files.record(RunEnded("../../elsewhere", "completed"))
     lines = path.read_text().splitlines()
     first, torn, second, last = lines[0], lines[1], lines[2], lines[3]
@@ -385,7 +385,8 @@ def test_metrics_are_one_whole_object_per_line(tmp_path):
         **msgspec.to_builtins(evaluation),
         "wall_s": 0,
     }
-    assert (json.loads(last)["reason"], len(lines)) == ("completed", 4)
+    end = {"type": "end", "reason": "completed", "cost_usd": 0.5, "tokens": 9, "wall_s": 0}
+    assert (json.loads(last) | {"wall_s": 0}, len(lines)) == (end, 4)
     assert not (tmp_path.parent / "elsewhere").exists()
 
 

@@ -10,6 +10,7 @@ import pytest
 from service_world import POLICY, service_world, until
 
 from scheduler.core.settings import TRAJECTORY_LOG
+from scheduler.lately_released import LatelyReleased
 from scheduler.segments import BodyStore, Outcome
 from scheduler.service import Surroundings
 from scheduler.trajectory_log import TrajectoryLog, serve
@@ -123,6 +124,26 @@ async def test_a_body_that_comes_again_is_acknowledged_and_stored_once(tmp_path)
 
 
 @pytest.mark.asyncio
+async def test_a_body_that_comes_after_its_release_is_acknowledged_and_kept_for_nobody(tmp_path):
+    """Its acknowledgement was lost; an acceptance that was meant for the first one comes late."""
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        first = world.link("a", PLANE, port)
+        [(summary, _)] = await put(first, 1)
+        await until(lambda: summary.digest in announced(world))
+        accepted_by_scheduler(world, summary)
+        world.control.send(TRAJECTORY_LOG, BodiesReleased(digests=(summary.digest,)))
+        await until(lambda: bool(world.control.of(BodiesGone)))
+        again = world.link("a", PLANE, port)
+        await put(again, 1)
+        await again.expect(TrajectoryAck)
+        accepted_by_scheduler(world, summary)
+        trainer = world.link("trainer-sums-solver", PLANE, port)
+        await trainer.send(BodyRequest(digests=(summary.digest,)))
+        assert [body.found for body in await trainer.expect(Body)] == [False]
+        assert len(world.control.of(TrajectoriesStored)) == 1
+
+
+@pytest.mark.asyncio
 async def test_bodies_that_are_not_what_they_say_are_refused(tmp_path):
     async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
         agent = world.link("a", PLANE, port)
@@ -183,7 +204,7 @@ async def test_a_store_with_a_summary_that_fits_no_message_heals(tmp_path):
         await until(lambda: bool(world.control.of(TrajectoriesStored)))
         assert list(announced(world)) == [good[0].digest]
     store = opened(folder)
-    assert (len(store), good[0].digest in store) == (1, True)
+    assert (len(store), store.settled(good[0].digest)) == (1, True)
     store.close()
 
 
@@ -330,13 +351,52 @@ def test_segments_go_with_their_last_body_and_numbers_are_not_used_again(tmp_pat
     store.close()
 
 
+def test_a_body_that_comes_again_after_its_release_is_not_stored(tmp_path):
+    """Also after an opening, while its segment is there; after that it is a body like any other."""
+    store = opened(tmp_path)
+    things = [made(number) for number in range(3)]
+    store.append(things)
+    digests = [summary.digest for summary, _ in things]
+    unheard_of = made(99)
+    assert store.release([digests[1], unheard_of[0].digest]) == [digests[1], unheard_of[0].digest]
+    size_bytes = store.size_bytes
+    assert store.append([things[1], unheard_of]) == [Outcome.DUPLICATE] * 2
+    assert (len(store), store.size_bytes, store.settled(digests[1])) == (2, size_bytes, True)
+    assert store.read(digests[1]) is None
+    store.close()
+
+    store = opened(tmp_path)
+    assert store.append([things[1], unheard_of]) == [Outcome.DUPLICATE, Outcome.STORED]
+    store.release([*digests, unheard_of[0].digest])
+    store.close()
+    store = opened(tmp_path)
+    assert store.append([things[1]]) == [Outcome.DUPLICATE]  # the last segment is still there
+    store.close()
+    for name in segments(tmp_path):
+        (tmp_path / name).unlink()
+    store = opened(tmp_path)
+    assert store.append([things[1]]) == [Outcome.STORED]
+    assert [summary.digest for summary in store.unaccepted()] == [digests[1]]
+    store.close()
+
+
+def test_so_many_released_digests_are_remembered_and_no_more():
+    released = LatelyReleased(most=3)
+    released.add("abcd")
+    assert [digest in released for digest in "abcd"] == [False, True, True, True]
+    released.add("be")  # the one that came again is the latest but one
+    assert [digest in released for digest in "abcde"] == [False, True, False, True, True]
+
+
 def test_marks_survive_and_a_body_stored_again_after_its_release_lives(tmp_path):
+    """As when it comes so late that its release is forgotten."""
     store = opened(tmp_path)
     things = [made(number) for number in range(3)]
     store.append(things)
     digests = [summary.digest for summary, _ in things]
     store.accept(digests[:2])
     store.release(digests[1:2])
+    store._released = LatelyReleased()
     assert store.append([things[1]]) == [Outcome.STORED]
     store.close()
     store = opened(tmp_path)

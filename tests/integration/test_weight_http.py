@@ -178,7 +178,7 @@ async def test_damaged_files_and_those_beyond_the_bounds_are_refused(tmp_path, c
         async with client.get("/v1/policies") as reply:
             assert (reply.status, reply.headers["Retry-After"]) == (503, "2")
         server._max_transfers = 1
-        server._max_connections = 1
+        server.listener.max_connections = 1
         with pytest.raises(aiohttp.ClientError):
             async with aiohttp.ClientSession() as other, other.get(client._base_url) as reply:
                 await reply.read()

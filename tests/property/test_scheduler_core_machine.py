@@ -61,6 +61,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         republish=st.booleans(),
         max_attempts=st.sampled_from([1, 50]),
         hedge=st.sampled_from([0.0, 1.0]),
+        recheck=st.sampled_from([0.0, 1.0]),
         quota=st.sampled_from([{}, {"max_sequences_in_flight": 2}, {"tokens_per_minute": 600}]),
         data=DATA,
         curators=st.sampled_from([(), (AlgorithmSpec(name="data_functions:odd_items"),)]),
@@ -80,6 +81,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         republish,
         max_attempts,
         hedge,
+        recheck,
         quota,
         data,
         curators,
@@ -101,6 +103,7 @@ class SchedulerWorld(RuleBasedStateMachine):
             evaluations=evaluations,
             max_attempts=max_attempts,
             hedge_share=hedge,
+            recheck_rewards=recheck,
             curators=curators,
             **quota,
         )

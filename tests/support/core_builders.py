@@ -110,6 +110,7 @@ def make_agent_hello(
             "engine": "fake",
             "workflows": {"single_turn": "f1"},
             "rewards": ("reasoning-gym", "exact"),
+            "rechecks": True,
             "held": held,
             "versions": {policy: make_ref(policy, v) for policy, v in known.items()},
             **changes,

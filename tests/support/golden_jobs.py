@@ -171,7 +171,12 @@ JOB_SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
         ),
         (),
     ),
-    (AgentOrder(agent="paris", order="drain", deadline_s=90.0, reason="maintenance"), ()),
+    (
+        AgentOrder(
+            agent="paris", order="drain", deadline_s=90.0, reason="maintenance", by="http:ada"
+        ),
+        (),
+    ),
     (DeadLettersRequest(run="arithmetic", after=JOB, limit=10), ()),
     (
         DeadLetters(
@@ -190,7 +195,7 @@ JOB_SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
         ),
         (),
     ),
-    (JobReplay(run="arithmetic", jobs=(JOB,)), ()),
+    (JobReplay(run="arithmetic", jobs=(JOB,), by="http:ada"), ()),
     (AgentLogsRequest(agent="paris", run="arithmetic", lines=50), ()),
     (AgentLogs(agent="paris", lines=("started", "zoë: ready")), ()),
 )

@@ -16,14 +16,18 @@ class Sibling:
     now: list[float]
     behaviour: list[float]
     reference: list[float]
+    values: list[float] | None = None
+    """What a critic says, where there is one."""
 
 
 @dataclass
 class Step:
-    """``slopes[group][sibling][token]`` is the derivative of ``loss`` by ``now`` there."""
+    """``slopes[group][sibling][token]`` is the derivative of ``loss`` by ``now`` there, and
+    ``value_slopes`` that of the value loss by the value."""
 
     loss: float = 0.0
     slopes: list = field(default_factory=list)
+    value_slopes: list = field(default_factory=list)
     facts: dict = field(default_factory=dict)
 
 
@@ -94,6 +98,75 @@ def advantages_of(groups, settings):
     return result
 
 
+def advantage_of_token(values, rewards, t, discount, decay):
+    """The sum of all temporal differences to come, each with its weight."""
+    ahead = [*values[1:], 0.0]
+    differences = [
+        reward + discount * later - value
+        for reward, later, value in zip(rewards, ahead, values, strict=True)
+    ]
+    return math.fsum(
+        (discount * decay) ** (later - t) * differences[later] for later in range(t, len(values))
+    )
+
+
+def estimates_of(groups, settings):
+    """By group, sibling and token: advantages, and what the critic is to predict."""
+    table = settings.critic
+    advantages, returns = [], []
+    for group in groups:
+        advantages.append([])
+        returns.append([])
+        for sibling in group:
+            rewards = [0.0] * len(sibling.now)
+            rewards[-1] = sibling.reward
+            if settings.overlong_penalty:
+                rewards[-1] += settings.overlong_penalty * penalty(len(sibling.now), settings)
+            if settings.kl_in == "reward":
+                for t, (now, reference) in enumerate(
+                    zip(sibling.now, sibling.reference, strict=True)
+                ):
+                    kl, _ = kl_and_slope(now, reference, settings.kl_estimator)
+                    rewards[t] -= settings.kl_coefficient * kl
+            found = [
+                [
+                    advantage_of_token(sibling.values, rewards, t, table.gamma, decay)
+                    for t in range(len(rewards))
+                ]
+                for decay in (table.lam, table.value_lam)
+            ]
+            advantages[-1].append(found[0])
+            returns[-1].append([a + v for a, v in zip(found[1], sibling.values, strict=True)])
+    if settings.normalisation == "batch_std":
+        everything = [a for group in advantages for tokens in group for a in tokens]
+        centre, scale = mean(everything), deviation(everything) + 1e-6
+        advantages = [
+            [[(a - centre) / scale for a in tokens] for tokens in group] for group in advantages
+        ]
+    return advantages, returns
+
+
+def add_value_loss(step, groups, returns, settings):
+    """The critic's part of a step."""
+    values = [v for group in groups for sibling in group for v in sibling.values]
+    targets = [r for group in returns for tokens in group for r in tokens]
+    bound = settings.critic.error_clip or math.inf
+    loss = 0.0
+    for group, of_group in zip(groups, returns, strict=True):
+        step.value_slopes.append([])
+        for sibling, of_sibling in zip(group, of_group, strict=True):
+            errors = [v - r for v, r in zip(sibling.values, of_sibling, strict=True)]
+            for error in errors:
+                inside = abs(error) <= bound
+                loss += error**2 / 2 if inside else bound * (abs(error) - bound / 2)
+            slopes = [max(-bound, min(bound, error)) / len(values) for error in errors]
+            step.value_slopes[-1].append(slopes)
+    step.facts["value_loss"] = loss / len(values)
+    left = deviation([r - v for r, v in zip(targets, values, strict=True)]) ** 2
+    spread = deviation(targets) ** 2
+    step.facts["explained_variance"] = 1 - left / spread if spread else 0.0
+
+
 def masked_by_second_moment(groups, advantages, settings):
     """(group, sibling, token) that are left out: the largest first, until the mean fits."""
     tokens = [
@@ -127,8 +200,13 @@ def value_and_slope(ratio, now, advantage, settings):
 
 
 def reference_step(groups, settings, advantages=None):
-    """Loss, slopes and mean facts of a step on ``groups`` of ``Sibling``."""
-    advantages = advantages_of(groups, settings) if advantages is None else advantages
+    """Loss, slopes and mean facts of a step on ``groups`` of ``Sibling``. An advantage is one per
+    sibling, or a list of one per token."""
+    returns = None
+    if advantages is None and settings.critic is not None:
+        advantages, returns = estimates_of(groups, settings)
+    elif advantages is None:
+        advantages = advantages_of(groups, settings)
     kept = masked_by_second_moment(groups, advantages, settings)
     every = [sibling for group in groups for sibling in group]
     divisors = {
@@ -142,15 +220,16 @@ def reference_step(groups, settings, advantages=None):
     for g, group in enumerate(groups):
         step.slopes.append([])
         for s, sibling in enumerate(group):
-            advantage, slopes = advantages[g][s], []
+            given, slopes = advantages[g][s], []
             step.slopes[-1].append(slopes)
-            if advantage == 0 and not settings.kl_coefficient:
+            if given == 0 and not settings.kl_coefficient:
                 slopes += [0.0] * len(sibling.now)
                 continue
             share = len(sibling.now) if settings.aggregation == "sequence" else 1
             scale = share * divisors[settings.aggregation]
             drifts = [n - b for n, b in zip(sibling.now, sibling.behaviour, strict=True)]
             for t, now in enumerate(sibling.now):
+                advantage = given[t] if isinstance(given, list) else given
                 drift = math.exp(bounded(drifts[t]))
                 level = drifts[t] if settings.ratio == "token" else mean(drifts)
                 to_behaviour = math.exp(bounded(level))
@@ -182,4 +261,6 @@ def reference_step(groups, settings, advantages=None):
                 sums["ratio_mean"] += to_behaviour
                 trained += 1
     step.facts = {name: value / max(1, trained) for name, value in sums.items()}
+    if returns is not None:
+        add_value_loss(step, groups, returns, settings)
     return step

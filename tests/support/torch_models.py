@@ -51,6 +51,41 @@ def random_gpt2(folder: Path, *, seed: int = 0) -> Path:
     return _save(GPT2LMHeadModel(config), folder, False)
 
 
+def served_qwen3(folder: Path, *, seed: int = 0) -> Path:
+    """A tied Qwen3 whose heads are large enough for vLLM's kernels on a CPU (32)."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(**_SERVED, head_dim=32, tie_word_embeddings=True)
+    return _save(Qwen3ForCausalLM(config).bfloat16(), folder, True)
+
+
+def served_llama(folder: Path, *, seed: int = 0) -> Path:
+    """An untied Llama for vLLM; query, key and value, and gate and up, are one matrix there."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(**_SERVED, tie_word_embeddings=False)
+    return _save(LlamaForCausalLM(config).bfloat16(), folder, True)
+
+
+_SERVED = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "initializer_range": 0.2,
+}
+
+
 def _save(model, folder: Path, chat_template: bool) -> Path:
     from transformers.utils import logging
 

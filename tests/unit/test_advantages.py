@@ -7,7 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from cloud_trainer.advantages import batch_advantages, group_advantages, overlong_reward
+from cloud_trainer.advantages import (
+    batch_advantages,
+    generalised_advantages,
+    group_advantages,
+    overlong_reward,
+    whitened,
+)
 
 NORMALISATIONS = ["none", "group_std", "batch_std"]
 BASELINES = ["group_mean", "leave_one_out"]
@@ -86,3 +92,50 @@ def test_the_penalty_grows_over_the_last_part_and_stops_at_one():
     values = [overlong_reward(length, max_tokens=100, share=0.2) for length in lengths]
     assert values == pytest.approx([0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0])
     assert overlong_reward(50, max_tokens=100, share=1.0) == -0.5
+
+
+def estimate(rewards, values, t, gamma, lam):
+    """The exponential mean of the n-step estimates: arXiv:1506.02438, before it is summed up."""
+    ahead = len(values) - t
+
+    def steps(n):
+        known = math.fsum(gamma**k * rewards[t + k] for k in range(n))
+        return known + (gamma**n * values[t + n] if n < ahead else 0.0) - values[t]
+
+    # All estimates of more steps than there are tokens are that of all of them.
+    mean = math.fsum((1 - lam) * lam ** (n - 1) * steps(n) for n in range(1, ahead))
+    return mean + lam ** (ahead - 1) * steps(ahead)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.8])
+@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
+def test_generalised_advantages_follow_the_definition(gamma, lam):
+    rng = random.Random(8)
+    lengths = [rng.randint(1, 7) for _ in range(20)]
+    rewards = [[rng.gauss(0, 1) for _ in range(length)] for length in lengths]
+    values = [[rng.gauss(0, 1) for _ in range(length)] for length in lengths]
+    found = generalised_advantages(
+        np.concatenate(rewards), np.concatenate(values), lengths, gamma=gamma, lam=lam
+    )
+    expected = [
+        estimate(r, v, t, gamma, lam)
+        for r, v in zip(rewards, values, strict=True)
+        for t in range(len(r))
+    ]
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_with_lam_one_an_advantage_is_what_came_less_what_was_expected():
+    rewards, values = np.array([0.0, 0.0, 1.0, 0.5]), np.array([0.3, 0.6, 0.9, 0.1])
+    found = generalised_advantages(rewards, values, [3, 1], gamma=1.0, lam=1.0)
+    assert found == pytest.approx([0.7, 0.4, 0.1, 0.4])
+    nothing = generalised_advantages(np.zeros(0), np.zeros(0), [], gamma=1.0, lam=1.0)
+    assert nothing.size == 0
+
+
+def test_whitened_values_have_mean_zero_and_deviation_one():
+    found = whitened(np.array([1.0, 2.0, 6.0]))
+    assert found.mean() == pytest.approx(0.0, abs=1e-12)
+    assert found.std() == pytest.approx(1.0, rel=1e-5)
+    assert whitened(np.full(3, 7.0)).tolist() == [0.0, 0.0, 0.0]
+    assert whitened(np.zeros(0)).size == 0

@@ -9,6 +9,7 @@ import pytest
 
 from cloud_trainer.advantages import group_advantages
 from cloud_trainer.batching import make_batch
+from cloud_trainer.presets import resolve_settings
 from cloud_trainer.torch_settings import TorchSettings
 from cloud_trainer.trainer import TrainingSequence
 
@@ -174,6 +175,15 @@ def test_with_a_kl_sequences_without_advantage_are_computed_too():
     (micro,) = batch.micro_batches
     assert micro.advantage.tolist() == [0.0] * 4
     assert batch.trained == 4
+
+
+def test_with_a_critic_every_sequence_is_computed_and_a_single_sibling_is_enough():
+    alone = [sequence([1], [2, 3], reward=1.0)]
+    settings = resolve_settings({"preset": "ppo"})
+    batch = make_batch([alone], settings, vocabulary=100)
+    (micro,) = batch.micro_batches
+    assert (micro.advantage.tolist(), micro.returns) == ([0.0, 0.0], None)
+    assert batch.trained == 2
 
 
 def test_advantages_of_other_rewards_replace_those_of_the_first():

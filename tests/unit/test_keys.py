@@ -292,7 +292,7 @@ def test_a_deployment_gets_every_key_it_needs(tmp_path):
         *keys.agents.values(),
         *keys.trainers.values(),
     ]
-    assert len(allowed) == len(pairs) == 7
+    assert len(allowed) == len(pairs) == 8
     for pair in pairs:
         peer = Peer(name=pair.name, role=pair.role, policy=pair.policy)
         assert allowed.lookup(pair.public_key) == peer

@@ -7,6 +7,7 @@ from typing import get_args
 import msgspec
 import pytest
 
+from cloud_trainer.critic_table import CriticTable
 from cloud_trainer.presets import PRESETS, resolve_settings
 from cloud_trainer.torch_settings import Preset, TorchSettings
 from farflow.run_file import run_spec
@@ -64,6 +65,7 @@ def test_the_switches_of_each_method():
     assert settings_of("gspo").ratio == "sequence"
     assert settings_of("cispo").clip == "cispo"
     assert settings_of("rloo").baseline == "leave_one_out"
+    assert settings_of("ppo").baseline == "critic"
     assert settings_of("m2po").second_moment_budget == 0.04
 
 
@@ -89,6 +91,12 @@ def test_a_preset_sets_keys_of_the_loss_only_and_given_ones_win(preset):
         ({"preset": "dr_grpo"}, r"solver\.settings\.max_tokens: .*divides by it"),
         ({"aggregation": "constant"}, r"solver\.settings\.max_tokens: "),
         ({"preset": "dapo"}, r"solver\.settings\.max_tokens: .*or set overlong_penalty = 0"),
+        ({"critic": {}}, r'solver\.settings\.critic: is given, but baseline is "group_mean"'),
+        ({"preset": "ppo", "critic": {"lam": 2}}, r"solver\.settings\.critic\.lam"),
+        (
+            {"baseline": "critic"},
+            r'solver\.settings\.normalisation: is "group_std", .* set it to "batch_std"',
+        ),
         ({"clip_low": 1.5}, r"solver\.settings\.clip_low"),
         ({"kl_coefficient": float("inf")}, r"solver\.settings\.kl_coefficient"),
         ({"ratio": "word"}, r"solver\.settings\.ratio"),
@@ -102,6 +110,13 @@ def test_what_does_not_fit_is_refused_with_its_key(settings, message):
 def test_a_length_or_another_choice_is_the_remedy():
     assert resolve_settings({"preset": "dapo", "overlong_penalty": 0}).clip_high == 0.28
     assert resolve_settings({"preset": "dr_grpo", "max_tokens": 64}).max_tokens == 64
+
+
+def test_a_critic_has_its_table_and_nothing_else_has_one():
+    assert resolve_settings({"preset": "ppo"}).critic == CriticTable()
+    given = resolve_settings({"preset": "ppo", "critic": {"lam": 0.5}}).critic
+    assert given == CriticTable(lam=0.5)
+    assert resolve_settings({"preset": "ppo", "baseline": "group_mean"}).critic is None
 
 
 def test_a_run_file_is_refused_before_anything_starts(tmp_path):

@@ -200,7 +200,7 @@ def test_the_run_ends_when_every_evaluation_that_is_wanted_at_the_end_is_done():
     scene.restart()
     scene.joined("a", slots=64, versions={SOLVER: 1})
     effects = scene.finished(second, 1)
-    assert of_type(effects, RunEnded) == [RunEnded(RUN, "completed")]
+    assert [(e.run, e.reason) for e in of_type(effects, RunEnded)] == [(RUN, "completed")]
     assert sorted(e.name for e in scene.policy().evaluations) == ["a", "b"]
 
 
@@ -210,7 +210,7 @@ def test_a_run_without_an_evaluation_at_the_end_completes_at_once():
     scene.finished(evals(scene)[0])
     stepped(scene, 1)
     effects = scene.checkpointed(1, final=True)
-    assert of_type(effects, RunEnded) == [RunEnded(RUN, "completed")]
+    assert [(e.run, e.reason) for e in of_type(effects, RunEnded)] == [(RUN, "completed")]
 
 
 def test_an_evaluation_that_starts_over_forgets_its_counts():

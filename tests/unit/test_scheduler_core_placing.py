@@ -3,13 +3,14 @@
 from typing import Any
 
 import pytest
-from core_builders import SOLVER, Scene, make_ref, make_run, make_scene, messages
+from core_builders import RUN, SOLVER, Scene, make_ref, make_run, make_scene, messages
 
 from scheduler.core import candidates
 from scheduler.core.events import FromAgent
 from scheduler.core.prefetch import MAX_PER_SLOT
 from scheduler.core.recall import MAX_PER_JOB
 from transport.messages import (
+    ExplainRequest,
     HeldAttempt,
     LeaseOffer,
     LeaseRecall,
@@ -327,3 +328,46 @@ def test_a_group_that_may_have_begun_later_is_not_stopped():
     told(scene, "a")
     scene.requested(2, head=1)
     assert scene.live_offers() == [offer]
+
+
+ADAPTER = {"settings": {"lora": {"publish": "adapter"}}}
+
+
+def test_an_adapter_goes_to_agents_that_say_that_they_have_its_model():
+    scene = make_scene(run=make_run(policy=ADAPTER))
+    scene.joined("bare")
+    scene.joined("bases_of_others", bases=("x/solver", "critic"))
+    scene.joined("by_name", slots=2, bases=("solver",))
+    scene.joined("by_id", slots=2, bases=(SOLVER,))
+    assert {scene.offered_to[o.attempt] for o in scene.live_offers()} == {"by_name", "by_id"}
+    said = verdicts(scene, scene.live_offers()[0].job)
+    for name in ("bare", "bases_of_others"):
+        assert said[name] == f"no model for the adapter of {SOLVER} (agent.local_models)"
+        why = scene.asked(ExplainRequest(subject=name)).reasons
+        assert any(
+            "agent.local_models" in line and 'agent.engine = "torch"' in line for line in why
+        )
+
+
+def test_a_run_says_that_nobody_has_the_model_of_its_adapter():
+    scene = make_scene(run=make_run(policy=ADAPTER))
+    scene.version_stored(0)
+    scene.joined("bare", versions={})
+    words = f"none of them has the model for the adapter of {SOLVER} (agent.local_models)"
+    assert any(words in line for line in scene.asked(ExplainRequest(subject=RUN)).reasons)
+    scene.joined("fit", versions={}, bases=("solver",))
+    assert not any(words in line for line in scene.asked(ExplainRequest(subject=RUN)).reasons)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"settings": {"lora": {"rank": 4}}},
+        {"settings": {"lora": "adapter"}},
+        {"settings": {"lora": {"publish": "adapter"}}, "trainer": "numpy"},
+    ],
+)
+def test_what_is_not_published_as_an_adapter_needs_no_model(policy):
+    scene = make_scene(run=make_run(policy=policy))
+    scene.joined("bare")
+    assert scene.live_offers("bare")

@@ -143,3 +143,56 @@ async def test_the_best_of_several_is_chosen_for_each_sibling_at_its_temperature
     await run(bench, kind="eval", group_size=3, settings=settings, temperature=0.0)
     assert len(bench.group().sequences) == 3
     assert temperatures == {SOLVER: 0.7, JUDGE: 0.0}
+
+
+# ---- verdicts on a mixture that is balanced -----------------------------------------------------
+
+
+def judging(answers: list[str]) -> ScriptedEngine:
+    """A solver with these answers, by sibling, and a verifier that always agrees."""
+
+    def say(request: GenerationRequest, sibling: int) -> str:
+        return answers[sibling] if request.policy == SOLVER else "Yes"
+
+    return ScriptedEngine(say)
+
+
+def claimed(bench: Bench) -> list[str]:
+    """The answers in what the verifier read, in the order of its rollouts."""
+    read = [text for text in said(bench, prompts=True) if "Answer Yes or No" in text]
+    return [text.partition("= ")[2].partition("?")[0] for text in read]
+
+
+@pytest.mark.parametrize(
+    ("answers", "judged"),
+    [
+        (["8", "9", "7", "6"], ["7", "8", "7", "9"]),
+        (["7", "7", "7", "8"], ["7", "8", "7", "8"]),
+        (["8", "9", "8", "9"], ["7", "8", "7", "9"]),  # none right: the item's own
+        (["7", "7", "7", "7"], ["7", "7", "7", "7"]),  # none wrong
+    ],
+)
+@pytest.mark.asyncio
+async def test_right_and_wrong_answers_are_judged_in_turn(
+    bench: Bench, answers: list[str], judged: list[str]
+) -> None:
+    bench.engine = judging(answers)
+    item = Item(index=1, prompt="3 + 4 =", answer="7")
+    await run(bench, settings={"balanced": True}, items=(item,), group_size=4)
+    rewards = [s.reward for s in bench.group().sequences]
+    assert said(bench)[:4] == answers
+    assert rewards[:4] == [float(answer == "7") for answer in answers]
+    assert claimed(bench) == judged
+    assert rewards[4:] == [float(answer == "7") for answer in judged], "it always agrees"
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_may_measure_the_verdicts(bench: Bench) -> None:
+    """One claim per item: right for one of two neighbours, wrong for the other."""
+    bench.engine = judging(["8", "7", "9"])
+    items = tuple(Item(index=n, prompt=f"{n}: 3 + 4 =", answer="7") for n in range(4))
+    settings = {"balanced": True, "measured": "verdicts", "best_of": 3}
+    await run(bench, kind="eval", items=items, settings=settings, temperature=0.0, group_size=1)
+    assert said(bench) == ["Yes"] * 4
+    assert claimed(bench) == ["8", "7", "8", "7"]
+    assert [s.reward for s in bench.group().sequences] == [0.0, 1.0, 0.0, 1.0]

@@ -5,7 +5,7 @@ import itertools
 import random
 
 import pytest
-from bigram import VOCABULARY, gradient_of, log_probabilities
+from bigram import VOCABULARY, gradient_of, gradients_of, log_probabilities
 from reference_loss import Sibling, reference_step
 
 from cloud_trainer.losses import fact_names
@@ -52,8 +52,9 @@ def own_places(sequence):
     return [(b, t, drawn) for b, t, drawn, own in places if own]
 
 
-def expected_step(groups, settings, table, reference):
-    """The gradient by the table, and the means, by loops."""
+def expected_step(groups, settings, table, reference, head=None):
+    """The gradients by the table and the critic's head, and the means, by loops."""
+    weights, offset = head or ([0.0] * VOCABULARY, 0.0)
     temperature = settings.temperature
     places = [[own_places(sequence) for sequence in group] for group in groups]
     siblings = [
@@ -63,6 +64,7 @@ def expected_step(groups, settings, table, reference):
                 now=[log_probabilities(table, b, temperature)[t] for b, t, _ in own],
                 behaviour=[drawn for _, _, drawn in own],
                 reference=[log_probabilities(reference, b, temperature)[t] for b, t, _ in own],
+                values=[weights[b] + offset for b, _, _ in own],
             )
             for sequence, own in zip(group, of_group, strict=True)
             if own
@@ -79,22 +81,37 @@ def expected_step(groups, settings, table, reference):
                 for other, chance in enumerate(chances):
                     change = (other == token) - 2.718281828459045**chance
                     gradient[before][other] += slope * change / temperature
-    return step, gradient
+    by_head = [[[0.0] * VOCABULARY], [0.0]]
+    for slopes, of_group in zip(step.value_slopes, places, strict=False):
+        for token_slopes, own in zip(slopes, [own for own in of_group if own], strict=True):
+            for slope, (before, _, _) in zip(token_slopes, own, strict=True):
+                by_head[0][0][before] += slope
+                by_head[1][0] += slope
+    return step, gradient, by_head
 
 
 def check(settings, seed):
     rng = random.Random(seed)
     table, reference = table_of(rng), table_of(rng, 0.5)
     groups = groups_of(rng, table)
-    has_kl = settings.kl_coefficient > 0
-    gradient, facts = gradient_of(groups, settings, table, reference if has_kl else None)
-    step, expected = expected_step(groups, settings, table, reference)
+    head = None
+    if settings.critic is not None:
+        head = ([rng.gauss(0, 1) for _ in range(VOCABULARY)], 0.3)
+    frozen = reference if settings.kl_coefficient > 0 else None
+    gradient, by_head, facts = gradients_of(groups, settings, table, frozen, head)
+    step, expected, expected_by_head = expected_step(groups, settings, table, reference, head)
     assert facts["loss"] == pytest.approx(step.loss, rel=1e-4, abs=1e-5)
     for row, expected_row in zip(gradient, expected, strict=True):
         assert row == pytest.approx(expected_row, rel=1e-3, abs=2e-5)
-    for name in fact_names(settings):
+    names = fact_names(settings)
+    if settings.critic is not None:
+        names += ("value_loss", "explained_variance")
+        (weights,), (offset,) = by_head
+        assert weights == pytest.approx(expected_by_head[0][0], rel=1e-3, abs=1e-5)
+        assert offset == pytest.approx(expected_by_head[1][0], rel=1e-3, abs=1e-5)
+    for name in names:
         assert facts[name] == pytest.approx(step.facts[name], rel=1e-3, abs=1e-5), name
-    assert facts.keys() == {"loss", "entropy", *fact_names(settings)}
+    assert facts.keys() == {"loss", "entropy", *names}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -122,6 +139,27 @@ def test_every_way_to_advantages_follows_the_formula(baseline, normalisation):
             "kl_estimator": estimator,
         }
         check(resolve_settings(settings), seed=5)
+
+
+@pytest.mark.parametrize("normalisation", ["none", "batch_std"])
+@pytest.mark.parametrize("kl", [0.0, 0.2])
+def test_every_way_of_a_critic_follows_the_formula(kl, normalisation):
+    for gamma, lam, value_lam, error_clip, budget in itertools.product(
+        [1.0, 0.7], [0.0, 0.9], [0.5, 1.0], [0.0, 0.4], [0.0, 0.1]
+    ):
+        table = {"gamma": gamma, "lam": lam, "value_lam": value_lam, "error_clip": error_clip}
+        settings = {
+            "preset": "ppo",
+            "normalisation": normalisation,
+            "critic": table,
+            "kl_coefficient": kl,
+            "kl_in": "reward" if lam else "loss",
+            "overlong_penalty": 0.5,
+            "max_tokens": 4,
+            "second_moment_budget": budget,
+            "micro_batch_tokens": 12,
+        }
+        check(resolve_settings(settings), seed=7)
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])

@@ -23,11 +23,30 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 60, "epsilon": 1e-4}
 
 
+CRITIC = {
+    **SETTINGS,
+    "preset": "ppo",
+    "critic": {"lr": 1e-2, "trunk_coefficient": 0.5, "warmup_steps": 3},
+}
+KINDS = {"": SETTINGS, "-critic": CRITIC}
 WITH = {
     "blank": {"micro_batch_tokens": 100_000},  # less to do than there are ranks
     "lora": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}, "lr": 1e-2},
+    "adapter": {"lora": {"rank": 4, "publish": "adapter"}, "lr": 1e-2},
     "checkpointing": {"gradient_checkpointing": True, "max_grad_norm": 0.05},
     "batch-wide": {"second_moment_budget": 3.0, "kl_coefficient": 0.1, "kl_in": "reward"},
+    "critic": {
+        "preset": "ppo",
+        "kl_coefficient": 0.1,
+        "critic": {"lr": 1e-2, "trunk_coefficient": 0.5, "warmup_steps": 1},
+        "gradient_checkpointing": True,
+    },
+    "critic-lora": {
+        "preset": "ppo",
+        "critic": {"lr": 1e-2, "trunk_coefficient": 0.0},
+        "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]},
+        "micro_batch_tokens": 100_000,
+    },
     "sequence": {"preset": "gspo", "kl_coefficient": 0.1, "importance_cap": 2.0},
 }
 
@@ -68,15 +87,22 @@ def outs(tmp_path_factory):
         name: {"seeds": range(3), "settings": {**SETTINGS, **more}} for name, more in WITH.items()
     }
     plans = {"whole": {"seeds": range(6)}, **changed}
+    plans["whole-critic"] = {"seeds": range(6), "settings": CRITIC}
     for name, about in plans.items():
         carry_out(plan(folder / f"{name}-1", model=model, **about), SingleRank())
-    begun = folder / "begun"
-    carry_out(plan(begun, model=model, seeds=range(2)), SingleRank())
     of_two = [plan(folder / f"{name}-2", model=model, **about) for name, about in plans.items()]
-    of_two.append(plan(folder / "middle", model=model, seeds=range(2, 4), restore=begun))
+
+    def part(name, seeds, kind, settings, restore=None):
+        about = {"model": model, "seeds": seeds, "settings": settings}
+        after = None if restore is None else folder / f"{restore}{kind}"
+        return plan(folder / f"{name}{kind}", restore=after, **about)
+
+    for kind, settings in KINDS.items():
+        carry_out(part("begun", range(2), kind, settings), SingleRank())
+        of_two.append(part("middle", range(2, 4), kind, settings, "begun"))
     under_torchrun(of_two, folder / "plans.json", ranks=2)
-    end = plan(folder / "end", model=model, seeds=range(4, 6), restore=folder / "middle")
-    carry_out(end, SingleRank())
+    for kind, settings in KINDS.items():
+        carry_out(part("end", range(4, 6), kind, settings, "middle"), SingleRank())
     return folder
 
 
@@ -112,20 +138,25 @@ def assert_same_state(one, other, *, relative=1e-5):
             assert (a != b).mean() <= 2e-3, name
 
 
-def test_two_ranks_learn_what_one_learns(outs):
-    one, two = outs / "whole-1", outs / "whole-2"
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_learn_what_one_learns(kind, outs):
+    one, two = outs / f"whole{kind}-1", outs / f"whole{kind}-2"
     assert len({step["loss"] for step in facts_of(one)}) == 6
     assert_same(one, two)
     assert read_model_folder(two / "model") == read_safetensors(two / "published.safetensors")
 
 
-def test_either_continues_what_the_other_saved(outs):
-    assert json.loads((outs / "end" / "meta.json").read_text())["step_count"] == 6
-    whole = facts_of(outs / "whole-1")
-    parts = [*facts_of(outs / "begun"), *facts_of(outs / "middle"), *facts_of(outs / "end")]
+@pytest.mark.parametrize("kind", KINDS)
+def test_either_continues_what_the_other_saved(kind, outs):
+    end = outs / f"end{kind}"
+    assert json.loads((end / "meta.json").read_text())["step_count"] == 6
+    whole = facts_of(outs / f"whole{kind}-1")
+    parts = [
+        fact for name in ("begun", "middle", "end") for fact in facts_of(outs / f"{name}{kind}")
+    ]
     for found, expected in zip(parts, whole, strict=True):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert_same_state(outs / "end", outs / "whole-1")
+    assert_same_state(end, outs / f"whole{kind}-1")
 
 
 @pytest.mark.parametrize("name", WITH)

@@ -108,9 +108,11 @@ from transport.messages.services import (
     VersionStored,
 )
 from transport.messages.trainers import (
+    MAX_DRIFTS,
     BatchGrant,
     BatchRequest,
     CheckpointReport,
+    GroupDrift,
     GroupRef,
     GroupUnusable,
     RunState,
@@ -146,6 +148,7 @@ __all__ = [
     "FEATURE_OFFERS",
     "KINDS",
     "MAX_COUNT",
+    "MAX_DRIFTS",
     "MAX_ID_LENGTH",
     "MAX_JOBS_PER_SUBMIT",
     "PROTOCOL_VERSION",
@@ -184,6 +187,7 @@ __all__ = [
     "ExternalJob",
     "Finite",
     "Goodbye",
+    "GroupDrift",
     "GroupRef",
     "GroupSummary",
     "GroupUnusable",

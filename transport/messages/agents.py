@@ -16,13 +16,14 @@ from transport.messages.base import (
     VersionRef,
 )
 from transport.runs import CodeReward
+from transport.status import MAX_GPUS, GpuReading
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Sign of life of an agent; renews the lease of every attempt in ``held``. ``rtt_s`` is the
     agent's smoothed round trip as measured from earlier replies, ``clock_offset_s`` by how much the
     scheduler's wall clock is ahead of the agent's (four time stamps, RFC 5905), ``wall_s`` the
-    agent's wall clock when it sent this."""
+    agent's wall clock when it sent this, ``gpus`` what its GPUs say where they can be asked."""
 
     sequence: Count
     sent_s: Finite
@@ -38,6 +39,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     draining: bool = False
     wall_s: Finite = 0.0
     clock_offset_s: Finite | None = None
+    gpus: Annotated[tuple[GpuReading, ...], Meta(max_length=MAX_GPUS)] = ()
 
 
 class HeartbeatReply(Message, frozen=True, kw_only=True):
@@ -114,7 +116,8 @@ class LeaseOffer(Message, frozen=True, kw_only=True):
     """One attempt of a job. ``resume`` names turns that an earlier attempt had finished.
     Each of ``items`` gets ``group_size`` siblings: training jobs hold one item, evaluations several
     of one ``reward``. ``pinned`` policies must be used at exactly that version, ``at_least`` at
-    that or a descendant."""
+    that or a descendant. With ``recheck`` nothing is generated: the rewards of the group whose body
+    has this digest are found again, and it is sent back with them."""
 
     attempt: str
     fence: Fence
@@ -132,6 +135,7 @@ class LeaseOffer(Message, frozen=True, kw_only=True):
     lease_s: float
     pinned: dict[str, int] = {}
     resume: PartialRef | None = None
+    recheck: Id = ""
 
 
 class LeaseOffers(Message, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ MAX_ID_LENGTH = 200
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
 """Neither NaN nor infinite, and sums of it are not either."""
+By = Annotated[str, Meta(max_length=64)]
+"""For whom an operator's key gives an order, as ``http:NAME``; "" for its holder."""
 Id = Annotated[str, Meta(max_length=MAX_ID_LENGTH)]
 
 
@@ -71,7 +73,9 @@ class HeldAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 class AgentInventory(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent can do and what it still holds from before. The prices are what its owner
-    pays for the box and for a gigabyte (10^9 bytes) that leaves it; 0 means unknown or free."""
+    pays for the box and for a gigabyte (10^9 bytes) that leaves it; 0 means unknown or free.
+    ``bases`` are names or ids of policies whose adapters its engine can have, as their model is
+    there."""
 
     slots: Count
     hardware: str
@@ -83,6 +87,8 @@ class AgentInventory(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     price_usd_hour: Finite = 0.0
     egress_usd_gb: Finite = 0.0
+    rechecks: bool = False
+    bases: tuple[str, ...] = ()
 
 
 class TrainerInventory(msgspec.Struct, frozen=True, kw_only=True):

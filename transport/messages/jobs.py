@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from transport.messages.agents import Item
-from transport.messages.base import Count, Id, Message
+from transport.messages.base import By, Count, Id, Message
 
 MAX_JOBS_PER_SUBMIT = 512
 MAX_LABELS = 64
@@ -171,6 +171,7 @@ class AgentOrder(Message, frozen=True, kw_only=True):
     order: Literal["drain", "cordon", "uncordon", "quarantine", "release"]
     deadline_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     reason: Annotated[str, Meta(max_length=500)] = ""
+    by: By = ""
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,6 +215,7 @@ class JobReplay(Message, frozen=True, kw_only=True):
 
     run: Id = ""
     jobs: Annotated[tuple[Id, ...], Meta(max_length=MAX_JOBS_PER_SUBMIT)] = ()
+    by: By = ""
 
 
 class AgentLogsRequest(Message, frozen=True, kw_only=True):

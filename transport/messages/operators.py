@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from transport.messages.base import Id, Message
+from transport.messages.base import By, Id, Message
 from transport.runs import RunSpec
 from transport.status import SchedulerStatus
 
@@ -11,11 +11,13 @@ class RunSubmit(Message, frozen=True, kw_only=True):
     """Submitting the same run again is harmless; another one under the same name is refused."""
 
     run: RunSpec
+    by: By = ""
 
 
 class RunCommand(Message, frozen=True, kw_only=True):
     run: str
     command: Literal["pause", "resume", "stop", "abandon"]
+    by: By = ""
 
 
 class CommandReply(Message, frozen=True, kw_only=True):

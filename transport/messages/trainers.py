@@ -1,10 +1,14 @@
 """Control plane: trainers and the scheduler."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from transport.messages.base import Count, Finite, Id, Message
+
+MAX_DRIFTS = 1024
+"""In one report: a batch has no more groups."""
 
 
 class BatchRequest(Message, frozen=True, kw_only=True):
@@ -46,9 +50,22 @@ class GroupUnusable(Message, frozen=True, kw_only=True):
     code: str
 
 
+class GroupDrift(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the recorded log-probabilities of a group are from those that the trainer's weights
+    give, over ``tokens`` that ``version`` drew: the mean absolute ``difference`` and the mean
+    ``kl``, in nats a token."""
+
+    job: Id
+    version: Count
+    tokens: Count
+    difference: Finite
+    kl: Finite
+
+
 class StepReport(Message, frozen=True, kw_only=True):
     """A step is done. ``version`` is the number under which its weights are being published;
-    busy and waiting time are apart so that the scheduler can tell starvation from slowness."""
+    busy and waiting time are apart so that the scheduler can tell starvation from slowness.
+    ``drifts`` are of groups drawn by the version that the trainer held before the step."""
 
     policy: Id
     step: Count
@@ -56,6 +73,7 @@ class StepReport(Message, frozen=True, kw_only=True):
     busy_s: Finite
     waiting_s: Finite
     metrics: dict[str, float] = {}
+    drifts: Annotated[tuple[GroupDrift, ...], Meta(max_length=MAX_DRIFTS)] = ()
 
 
 class CheckpointReport(Message, frozen=True, kw_only=True):

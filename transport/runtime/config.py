@@ -25,6 +25,7 @@ TABLES = frozenset(
     {
         "transport",
         "scheduler",
+        "http",
         "agent",
         "trainer",
         "relay",

@@ -1,13 +1,16 @@
 """Hugging Face model folders: which files a model consists of, and in what form we write one.
 
-What always holds: tensors are found through ``model.safetensors`` or the shard index and nothing
-else; file names taken from an index stay inside the folder; artefacts are files of known names
-that describe a model or tokenizer as data (never program text).
+What always holds: tensors are found through ``model.safetensors`` or the shard index, where there
+is neither through ``adapter_model.safetensors``, and nothing else; file names taken from an index
+stay inside the folder; artefacts are files of known names that describe a model or tokenizer as
+data (never program text). The names of an adapter's tensors say that they are one, so whoever
+writes weights need not.
 """
 
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +21,9 @@ import msgspec
 from transport.errors import FarflowError, IntegrityError, ModelError, StoreError
 from transport.weights.blobs import disk_errors, link_or_copy, sync_folder, write_durably
 from transport.weights.manifest import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    BASE_NAME,
     INDEX_NAME,
     MAX_ARTEFACT_BYTES,
     FileEntry,
@@ -28,10 +34,13 @@ from transport.weights.tensors import Buffer, TensorBytes, read_safetensors, saf
 SINGLE_NAME = "model.safetensors"
 SHARD_BYTES = 4 << 30
 MAX_INDEX_BYTES = 64 << 20
+_ADAPTER_TENSOR = re.compile(r"base_model\.model\..+\.lora_[AB]\.weight")
+
 UNFINISHED = ".farflow-unfinished-"
 """Names of model folders that are being written begin so, beside where they will be."""
 
 _FORMAT = {"format": "pt"}  # transformers refuses files without it
+_OF_ADAPTERS = (ADAPTER_CONFIG_NAME, BASE_NAME)
 
 
 class _Index(msgspec.Struct):
@@ -46,8 +55,9 @@ def shard_names(folder: Path) -> list[str]:
     """
     index = folder / INDEX_NAME
     if not index.is_file():
-        if (folder / SINGLE_NAME).is_file():
-            return [SINGLE_NAME]
+        for name in (SINGLE_NAME, ADAPTER_NAME):
+            if (folder / name).is_file():
+                return [name]
         raise ModelError(f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
     try:
         if index.stat().st_size > MAX_INDEX_BYTES:
@@ -60,6 +70,19 @@ def shard_names(folder: Path) -> list[str]:
         if name != os.path.basename(name) or not name.endswith(".safetensors"):
             raise ModelError(f"{index}: {name!r} is not the name of a safetensors file beside it")
     return names
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether its weights are an adapter's, which say nothing without the model below them."""
+    weights = (INDEX_NAME, SINGLE_NAME)
+    there = (folder / ADAPTER_NAME).is_file()
+    return there and not any((folder / name).is_file() for name in weights)
+
+
+def is_adapter_state(names: Iterable[str]) -> bool:
+    """Whether tensors of these names are a LoRA adapter, as peft calls its parts."""
+    found = list(names)
+    return bool(found) and all(_ADAPTER_TENSOR.fullmatch(name) for name in found)
 
 
 def read_model_folder(folder: Path, *, mapped: bool = False) -> dict[str, TensorBytes]:
@@ -82,15 +105,17 @@ def read_model_folder(folder: Path, *, mapped: bool = False) -> dict[str, Tensor
 
 
 def read_artefacts(folder: Path) -> dict[str, bytes]:
-    """Configuration, tokenizer and chat template files of a model folder, sorted by name.
+    """Configuration, tokenizer and chat template files of a model folder, sorted by name. What
+    describes an adapter counts in an adapter's folder only.
 
     Raises:
         ModelError: a file is over the size limit or cannot be read.
     """
     artefacts: dict[str, bytes] = {}
+    foreign = () if is_adapter_folder(folder) else _OF_ADAPTERS
     try:
         for path in sorted(folder.iterdir()):
-            if not is_artefact_name(path.name) or not path.is_file():
+            if not is_artefact_name(path.name) or path.name in foreign or not path.is_file():
                 continue
             if path.stat().st_size > MAX_ARTEFACT_BYTES:
                 raise ModelError(f"{path}: more than {MAX_ARTEFACT_BYTES} bytes")
@@ -122,9 +147,11 @@ def snapshot_files(
 ) -> dict[str, list[Buffer]]:
     """Files of a snapshot by name, each as pieces to be written one after the other.
 
-    One ``model.safetensors``, or shards of about ``shard_bytes`` and an index. Equal tensors give
-    equal files. Pieces are views of the tensors.
+    One ``model.safetensors``, or shards of about ``shard_bytes`` and an index; of an adapter one
+    ``adapter_model.safetensors``. Equal tensors give equal files. Pieces are views of the tensors.
     """
+    if is_adapter_state(tensors):
+        return {ADAPTER_NAME: list(safetensors_parts(dict(sorted(tensors.items())), _FORMAT))}
     shards: list[dict[str, TensorBytes]] = [{}]
     filled = 0
     for name in sorted(tensors):

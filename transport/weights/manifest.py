@@ -36,17 +36,24 @@ CHUNK_DIGEST_BYTES = 16
 
 DELTA_NAME = "delta.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_NAME = "adapter_model.safetensors"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+BASE_NAME = "base_model.json"
+"""The three files of an adapter's folder: peft's two, and which model they belong to."""
 
 FileKind = Literal["delta", "composite", "snapshot", "artefact"]
 
 _NAMES: dict[FileKind, re.Pattern[str]] = {
     "delta": re.compile(r"delta\.safetensors"),
     "composite": re.compile(r"delta-from-\d{8}\.safetensors"),
-    "snapshot": re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"),
+    "snapshot": re.compile(
+        r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+        r"|adapter_model\.safetensors"
+    ),
     # Only what describes a model or tokenizer as data; never program text.
     "artefact": re.compile(
-        r"((generation_|tokenizer_|preprocessor_|processor_)?config|tokenizer|vocab|added_tokens"
-        r"|special_tokens_map|chat_template)\.json"
+        r"((generation_|tokenizer_|preprocessor_|processor_|adapter_)?config|tokenizer|vocab"
+        r"|added_tokens|special_tokens_map|chat_template|base_model)\.json"
         r"|chat_template\.jinja|(vocab|merges)\.txt|[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.model"
     ),
 }
@@ -103,6 +110,11 @@ class VersionManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def of_kind(self, kind: FileKind) -> tuple[FileEntry, ...]:
         return tuple(entry for entry in self.files if entry.kind == kind)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Of a version with artefacts: whether its policy is published as an adapter."""
+        return any(entry.name == ADAPTER_CONFIG_NAME for entry in self.files)
 
     @property
     def delta(self) -> FileEntry | None:

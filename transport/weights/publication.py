@@ -51,6 +51,7 @@ def build_version0(
     policy: str,
     created_wall_s: float,
     tensors: Mapping[str, TensorBytes] | None = None,
+    artefacts: Mapping[str, bytes] | None = None,
     step: int = 0,
     version: int = 0,
     shard_bytes: int = SHARD_BYTES,
@@ -60,7 +61,7 @@ def build_version0(
     """The first version: full weights and artefacts, so that agents need no copy beforehand.
 
     ``tensors`` replaces the folder's weights where the trainer publishes another type than it
-    was given (its fp32 masters as BF16, say).
+    was given (its fp32 masters as BF16, say), or an adapter, with ``artefacts`` of its own.
 
     Raises:
         ModelError: the folder does not load; names the file.
@@ -70,7 +71,7 @@ def build_version0(
     _refuse_non_finite(first_non_finite(weights))
     files: dict[str, Buffer] = {}
     entries: list[FileEntry] = []
-    for name, data in read_artefacts(folder).items():
+    for name, data in (read_artefacts(folder) if artefacts is None else artefacts).items():
         files[name] = data
         entries.append(describe_file(name, "artefact", data, chunk_bytes=chunk_bytes))
     for name, parts in snapshot_files(weights, shard_bytes=shard_bytes).items():

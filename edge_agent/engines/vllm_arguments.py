@@ -1,0 +1,103 @@
+"""What vLLM is started with: our own arguments, those of ``[agent.vllm]``, and its environment.
+
+What always holds: nothing of a model's folder is run, nothing is fetched from or told to anybody;
+what farflow depends on (log-probabilities of what was drawn, our weight backend) cannot be set to
+something else; an argument that the installed vLLM does not have is refused by name.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from edge_agent.config import VllmTable
+from edge_agent.engines.vllm_map import TensorForm
+from transport.errors import ConfigError, ModelError
+from transport.weights.folder import is_adapter_folder, read_model_folder
+
+_EXTENSION: Final = "edge_agent.engines.vllm_worker.FarflowExtension"
+_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+STREAM_TOKENS: Final = 16
+"""Tokens of a sequence that vLLM hands over at once, after the first."""
+
+
+def tensor_forms(folder: Path) -> tuple[dict[str, TensorForm], dict[str, tuple[int, ...]]]:
+    """Forms and shapes of the folder's tensors, in canonical order.
+
+    Raises:
+        ModelError: the folder does not load, or has tensors that vLLM cannot be given.
+    """
+    if is_adapter_folder(folder):
+        raise ModelError(f"{folder}: is an adapter; the vllm engine takes whole models only")
+    tensors = read_model_folder(folder, mapped=True)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise ModelError(f"{folder}: tensor {name!r} is {tensor.dtype}; give BF16, F16 or F32")
+    forms = {name: TensorForm(each.dtype, each.cells().size) for name, each in tensors.items()}
+    return forms, {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def engine_arguments(
+    table: VllmTable, policy: str, folder: Path, forms: Mapping[str, TensorForm], device: str
+) -> dict[str, Any]:
+    """Arguments of ``AsyncEngineArgs`` for one policy.
+
+    Raises:
+        ConfigError: ``[agent.vllm] extra`` has what vLLM has not, or what is ours.
+    """
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+
+    kinds = [form.dtype for form in forms.values()]
+    own: dict[str, Any] = {
+        "model": str(folder),
+        "tokenizer": str(folder),
+        "served_model_name": policy,
+        "trust_remote_code": False,
+        "dtype": _DTYPES[max(kinds, key=kinds.count)] if table.dtype == "auto" else table.dtype,
+        "tensor_parallel_size": table.tensor_parallel,
+        "max_num_seqs": table.max_sequences,
+        "enforce_eager": table.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "stream_interval": STREAM_TOKENS,
+        "disable_log_stats": True,
+        "worker_extension_cls": _EXTENSION,
+        "weight_transfer_config": WeightTransferConfig(backend="farflow"),
+    }
+    if table.max_model_len:
+        own["max_model_len"] = table.max_model_len
+    if table.kv_cache_gib:
+        own["kv_cache_memory_bytes"] = int(table.kv_cache_gib * 2**30)
+    else:
+        own["gpu_memory_utilization"] = memory_share(table, policy)
+    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in table.extra:
+        if name in own or name == "gpu_memory_utilization":
+            raise ConfigError(
+                f"agent.vllm.extra.{name}: is farflow's to set; see [agent.vllm] for what can be"
+                " chosen"
+            )
+        if name not in fields:
+            raise ConfigError(f"agent.vllm.extra.{name}: the installed vLLM has no such argument")
+    return {**own, **table.extra}
+
+
+def memory_share(table: VllmTable, policy: str) -> float:
+    """The part of the device's memory that a policy may take."""
+    name = policy.rpartition("/")[2]
+    return table.memory_shares.get(policy, table.memory_shares.get(name, table.memory_share))
+
+
+def environment(threads: int) -> None:
+    """What vLLM and its processes read from the environment, unless the user has set it."""
+    for name, value in {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",  # it reports to its makers otherwise
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # we have threads: a fork could hang
+        # On a CPU all workers would be bound to the same cores, and one core would lie idle.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+    }.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,335 @@
+"""Generation with vLLM: continuous batching, weights swapped in place under load.
+
+What always holds:
+
+1. Each policy has a vLLM of its own, in processes of its own (``vllm_policy``); here is only what
+   goes in and comes out.
+2. A request is answered, failed or cancelled, and one that is cancelled leaves vLLM at once. One
+   that fails takes no other with it, except those of a process that died.
+3. When a policy's process dies it counts as not loaded from that moment on: its requests fail,
+   ``when_lost`` is called, and it is loaded again no sooner than a back-off allows.
+4. As many sequences are in vLLM as its cache has room for (``vllm_room``); the others wait here.
+"""
+
+import asyncio
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from edge_agent.config import VllmTable
+from edge_agent.engine import (
+    Chat,
+    Completion,
+    EngineStats,
+    GenerationRequest,
+    Positions,
+    Tools,
+    refuse_adapter,
+)
+from edge_agent.engines.vllm_arguments import environment
+from edge_agent.engines.vllm_policy import VllmPolicy
+from edge_agent.engines.vllm_room import Admission, PolicyRoom
+from transport.errors import (
+    ConfigError,
+    EngineCrashed,
+    EngineError,
+    GenerationFailed,
+    ModelError,
+    WeightApplyFailed,
+)
+from transport.runtime.clock import Clock, SystemClock
+from transport.weights.patch import Patch
+from transport.weights.tensors import Cells, TensorBytes
+
+_log = structlog.get_logger()
+
+BACKOFF_S: Final = 2.0
+BACKOFF_MAX_S: Final = 120.0
+STEADY_S: Final = 600.0
+"""A process that lived so long has not crashed again and again."""
+
+
+class _Hosted:
+    """A loaded policy, its room, and the sequences that still need it."""
+
+    def __init__(self, policy: VllmPolicy, most: int, loaded_s: float) -> None:
+        self.policy = policy
+        self.room = PolicyRoom(policy.kv_tokens, most)
+        self.loaded_s = loaded_s
+        self.requests = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+
+class VllmEngine:
+    """``Engine`` over vLLM. ``slots`` bounds the sequences of all policies together; 0: what the
+    caches have room for. ``slots`` of the engine is then that, or vLLM's own limit as long as
+    nothing is loaded.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        table: VllmTable,
+        *,
+        device: str = "cpu",
+        threads: int = 1,
+        clock: Clock | None = None,
+    ) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                "engine = \"vllm\": vLLM is not installed: pip install 'farflow[vllm]'"
+            )
+        environment(threads)
+        self.slots = slots or table.max_sequences
+        self.takes_adapters = False
+        self.when_freed: Callable[[], None] | None = None
+        self.when_lost: Callable[[str], None] | None = None
+        self._table = table
+        self._device = device
+        self._clock = clock or SystemClock()
+        self._admission = Admission(slots, self._freed)
+        self._hosted: dict[str, _Hosted] = {}
+        self._changing: dict[str, asyncio.Lock] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._requests: set[asyncio.Task[Completion]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._crashes: dict[str, int] = {}
+        self._not_before_s: dict[str, float] = {}
+        self._tokens_gone = 0
+        self._busy_s = 0.0
+        self._busy_since_s: float | None = None
+
+    async def start(self) -> None:
+        """Take requests from now on; vLLM is started with the first policy."""
+        self._loop = asyncio.get_running_loop()
+
+    async def close(self) -> None:
+        """Fail what is in the engine and end all processes."""
+        self._loop = None
+        closed = GenerationFailed("the engine is closed")
+        self._admission.refuse(closed)
+        for name in list(self._hosted):
+            self._retire(name, closed)
+        while self._ending:
+            await asyncio.wait(set(self._ending))
+
+    # ---- texts ---------------------------------------------------------------------------------
+
+    def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
+        """See ``Engine.encode``; raises GenerationFailed when the policy is not loaded."""
+        return self._find(policy).policy.tokenizer.encode(prompt)
+
+    def encode_chat(self, policy: str, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
+        """See ``Engine.encode_chat``."""
+        return self._find(policy).policy.tokenizer.encode_chat(messages, tools)
+
+    def encode_next(self, policy: str, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
+        """See ``Engine.encode_next``."""
+        return self._find(policy).policy.tokenizer.encode_next(answer, messages)
+
+    def decode(self, policy: str, tokens: Sequence[int]) -> str:
+        """See ``Engine.decode``; raises GenerationFailed when the policy is not loaded."""
+        return self._find(policy).policy.tokenizer.decode(tokens)
+
+    # ---- sequences -----------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """See ``Engine.generate``; EngineCrashed when vLLM dies meanwhile."""
+        if self._loop is None:
+            raise GenerationFailed(f"{request.request_id}: the engine is not running")
+        hosted = self._find(request.policy)
+        hosted.policy.check(request)
+        hosted.requests += 1
+        hosted.idle.clear()
+        tasks = [
+            asyncio.create_task(self._draw(hosted, request, sibling))
+            for sibling in range(request.n)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            hosted.requests -= 1
+            if not hosted.requests:
+                hosted.idle.set()
+
+    async def _draw(self, hosted: _Hosted, request: GenerationRequest, sibling: int) -> Completion:
+        async with self._admission.place(hosted.room):
+            self._busy()
+            completion = await asyncio.wrap_future(hosted.policy.submit(request, sibling))
+            hosted.room.ended(len(request.prompt_tokens) + len(completion.tokens))
+            return completion
+
+    def stats(self) -> EngineStats:
+        """See ``Engine.stats``."""
+        self._busy()
+        loaded = sum(hosted.policy.tokens_generated for hosted in self._hosted.values())
+        return EngineStats(
+            tokens_generated=self._tokens_gone + loaded,
+            busy_s=self._busy_s,
+            running=self._admission.running,
+            waiting=self._admission.waiting,
+        )
+
+    def _busy(self) -> None:
+        """Count the time since the last call, if something was being drawn."""
+        now_s = self._clock.monotonic_s()
+        if self._busy_since_s is not None:
+            self._busy_s += now_s - self._busy_since_s
+        self._busy_since_s = now_s if self._admission.running else None
+
+    def _freed(self) -> None:
+        self._busy()
+        if self.when_freed is not None and self._loop is not None:
+            self.when_freed()
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    async def load_policy(
+        self, policy: str, folder: Path, version: int, base: Path | None = None
+    ) -> None:
+        """See ``Engine.load_policy``. Sequences in flight of a policy that is loaded anew end with
+        the weights that they began with, and are waited for: there may be no room for both.
+
+        Raises:
+            EngineCrashed: vLLM did not start.
+        """
+        async with self._lock(policy):
+            await self._retired(policy)
+            wait_s = self._not_before_s.get(policy, 0.0) - self._clock.monotonic_s()
+            if wait_s > 0:
+                _log.info("engine.backing_off", policy=policy, wait_s=round(wait_s, 1))
+                await asyncio.sleep(wait_s)
+            began_s = self._clock.monotonic_s()
+            try:
+                loaded = await asyncio.to_thread(
+                    VllmPolicy,
+                    policy,
+                    folder,
+                    version,
+                    self._table,
+                    device=self._device,
+                    clock=self._clock,
+                    lost=self._died,
+                )
+            except EngineCrashed:
+                self._back_off(policy)
+                raise
+            if self._loop is None:
+                await asyncio.to_thread(loaded.stop)
+                raise ModelError(f"{policy}: the engine was closed while it loaded")
+            now_s = self._clock.monotonic_s()
+            self._hosted[policy] = _Hosted(loaded, self._table.max_sequences, now_s)
+        _log.info(
+            "engine.policy_loaded",
+            policy=policy,
+            version=version,
+            took_s=round(now_s - began_s, 1),
+            kv_tokens=loaded.kv_tokens,
+        )
+
+    async def unload_policy(self, policy: str) -> None:
+        """See ``Engine.unload_policy``. Its processes end when its last sequence has."""
+        if policy in self._hosted:
+            self._retire(policy)
+            _log.info("engine.policy_unloaded", policy=policy)
+
+    async def apply(self, policy: str, version: int, patch: Patch) -> float:
+        """See ``Engine.apply``."""
+        async with self._lock(policy):
+            hosted = self._hosted.get(policy)
+            if hosted is None:
+                raise WeightApplyFailed(f"{policy} version {version}: the policy is not loaded")
+            if self._loop is None:
+                raise WeightApplyFailed(f"{policy} version {version}: the engine is not running")
+            try:
+                return await asyncio.to_thread(hosted.policy.apply, version, patch)
+            except WeightApplyFailed:
+                raise
+            except EngineError as error:
+                raise WeightApplyFailed(f"{policy} version {version}: {error}") from error
+
+    def version(self, policy: str) -> int | None:
+        """See ``Engine.version``."""
+        hosted = self._hosted.get(policy)
+        return None if hosted is None or hosted.policy.dead else hosted.policy.version
+
+    def read_weights(self, policy: str) -> Iterator[tuple[str, TensorBytes]]:
+        """See ``Engine.read_weights``."""
+        return self._find(policy).policy.read_weights()
+
+    def read_cells(self, policy: str, tensor: str, positions: Positions) -> Cells:
+        """See ``Engine.read_cells``."""
+        return self._find(policy).policy.read_cells(tensor, positions)
+
+    def checksums(self, policy: str) -> list[dict[str, str]]:
+        """vLLM's own checksums of its parameters, a dictionary per worker. Blocks."""
+        return self._find(policy).policy.checksums()
+
+    def room(self, policy: str) -> int:
+        """Sequences of a policy that its cache has room for now."""
+        return self._find(policy).room.sequences
+
+    def _find(self, policy: str) -> _Hosted:
+        hosted = self._hosted.get(policy)
+        if hosted is None:
+            raise GenerationFailed(f"policy {policy!r} is not loaded in this engine")
+        return hosted
+
+    def _lock(self, policy: str) -> asyncio.Lock:
+        return self._changing.setdefault(policy, asyncio.Lock())
+
+    # ---- the end of a policy's processes -------------------------------------------------------
+
+    def _retire(self, policy: str, reason: EngineError | None = None) -> None:
+        """End a policy's processes, without a reason once its last request is answered."""
+        hosted = self._hosted.pop(policy)
+        task = asyncio.get_running_loop().create_task(self._end(hosted, reason))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.set_name(policy)
+
+    async def _end(self, hosted: _Hosted, reason: EngineError | None) -> None:
+        if reason is None:
+            await hosted.idle.wait()
+        await asyncio.to_thread(hosted.policy.stop, reason)
+        self._tokens_gone += hosted.policy.tokens_generated
+
+    async def _retired(self, policy: str) -> None:
+        """Wait until nothing of the policy's earlier processes is left."""
+        if policy in self._hosted:
+            self._retire(policy)
+        before = {task for task in self._ending if task.get_name() == policy}
+        if before:
+            await asyncio.wait(before)
+
+    def _died(self, policy: VllmPolicy, why: str) -> None:
+        """Called in the policy's own thread."""
+        loop = self._loop
+        if loop is not None:
+            loop.call_soon_threadsafe(self._bury, policy, why)
+
+    def _bury(self, policy: VllmPolicy, why: str) -> None:
+        hosted = self._hosted.get(policy.name)
+        if hosted is None or hosted.policy is not policy:
+            return
+        if self._clock.monotonic_s() - hosted.loaded_s > STEADY_S:
+            self._crashes.pop(policy.name, None)
+        self._back_off(policy.name)
+        self._retire(policy.name, EngineCrashed(f"{policy.name}: {why}"))
+        if self.when_lost is not None:
+            self.when_lost(policy.name)
+
+    def _back_off(self, policy: str) -> None:
+        crashes = self._crashes[policy] = self._crashes.get(policy, 0) + 1
+        wait_s = min(BACKOFF_S * 2.0 ** (crashes - 1), BACKOFF_MAX_S)
+        self._not_before_s[policy] = self._clock.monotonic_s() + wait_s

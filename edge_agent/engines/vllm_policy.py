@@ -1,0 +1,369 @@
+"""A policy in a vLLM of its own: its process, its weights, the sequences that it draws.
+
+What always holds:
+
+1. vLLM lives in an event loop and a thread of its own, so the agent's loop waits neither for its
+   start nor for its text handling; all methods here may be called from any other thread.
+2. Weights change in place and between two steps only: values are laid down in a file and staged
+   beside the running model; the pause is for the writes alone. Sequences that have begun go on with
+   their cache, the others begin anew.
+3. Weights that could be of no version are never drawn with: a write that failed half-way and was
+   not put back ends the policy, as a crash does. ``lost`` is called for both, once.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+import structlog
+
+from edge_agent.config import VllmTable
+from edge_agent.engine import Completion, GenerationRequest, Positions, inside
+from edge_agent.engines.chat_tokenizer import ChatTokenizer
+from edge_agent.engines.request_check import request_fault
+from edge_agent.engines.vllm_arguments import engine_arguments, tensor_forms
+from edge_agent.engines.vllm_exchange import Exchange
+from edge_agent.engines.vllm_map import WorkerMap, check_maps, kept_type, published_cells, writes
+from edge_agent.engines.vllm_sequence import Sequence as DrawnSequence
+from transport.errors import (
+    EngineCrashed,
+    EngineError,
+    FarflowError,
+    GenerationFailed,
+    ModelError,
+    StoreError,
+    WeightApplyFailed,
+)
+from transport.runtime.clock import Clock
+from transport.runtime.model_folder import load_tokenizer
+from transport.weights.patch import Patch
+from transport.weights.tensors import ITEM_BYTES, Cells, TensorBytes
+
+T = TypeVar("T")
+
+_log = structlog.get_logger()
+
+CALL_S: Final = 600.0
+"""Longer than any call into a live vLLM takes; a start has its own limit."""
+_LOOK_S: Final = 0.25
+_STAGED_S: Final = (0.002, 0.05)
+"""Between two looks at whether weights are staged: at first, and at most."""
+
+
+class VllmPolicy:
+    """A policy that was loaded as ``version``. Blocks while it loads.
+
+    Raises:
+        ModelError: the folder does not load into vLLM.
+        EngineCrashed: vLLM did not start.
+        ConfigError: ``[agent.vllm]`` has what vLLM does not take.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        version: int,
+        table: VllmTable,
+        *,
+        device: str,
+        clock: Clock,
+        lost: Callable[["VllmPolicy", str], None],
+    ) -> None:
+        self.name = name
+        self.version = version
+        self.tokens_generated = 0
+        self.dead = ""
+        self._clock = clock
+        self._lost = lost
+        self._forms, self._shapes = tensor_forms(folder)
+        self.tokenizer = ChatTokenizer(name, load_tokenizer(folder))
+        self._exchange = Exchange()
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._sequences: set[DrawnSequence] = set()
+        self._ending: EngineError | None = None
+        self._llm: Any = None
+        self._maps: list[WorkerMap] = []
+        self._thread = threading.Thread(target=self._serve, name=f"vllm {name}", daemon=True)
+        self._thread.start()
+        try:
+            arguments = engine_arguments(table, name, folder, self._forms, device)
+            self._call(self._start(arguments), table.start_timeout_s)
+        except FarflowError:
+            self.stop()
+            raise
+        except Exception as error:
+            self.stop()
+            raise _start_fault(folder, error) from error
+
+    # ---- from any thread -----------------------------------------------------------------------
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises GenerationFailed for what vLLM would refuse, or do otherwise than asked."""
+        problem = request_fault(request, self._vocabulary, self._context_tokens)
+        if problem:
+            raise GenerationFailed(f"{request.request_id}: {problem}")
+
+    def submit(
+        self, request: GenerationRequest, sibling: int
+    ) -> "concurrent.futures.Future[Completion]":
+        """Begin to draw a sequence; cancelling the future aborts it in vLLM."""
+        return self._send(self._run(DrawnSequence(request, sibling, self._drawn)))
+
+    def apply(self, version: int, patch: Patch) -> float:
+        """See ``Engine.apply``. Blocks."""
+        where = f"{self.name} version {version}"
+        if self.dead:
+            raise WeightApplyFailed(f"{where}: {self.dead}")
+        of_ranks = [writes(found, self._forms, patch, where) for found in self._maps]
+        try:
+            with self._exchange.writes(of_ranks) as (path, entries):
+                return self._call(self._swap(where, version, path, entries))
+        except StoreError as error:
+            raise WeightApplyFailed(f"{where}: {error}") from error
+
+    def read_weights(self) -> Iterator[tuple[str, TensorBytes]]:
+        """All tensors in canonical order, in their published types; copies. Blocks.
+
+        Raises:
+            EngineCrashed: vLLM died.
+        """
+        for name, form in self._forms.items():
+            with self._exchange.room(name, form, self._maps) as (path, boxes, room):
+                if form.cells:
+                    arguments = [[msgspec.to_builtins(box) for box in each] for each in boxes]
+                    self._call(self._rpc("farflow_read", path, arguments))
+                cells = room.cells()
+            data = cells.view(np.uint8).data.toreadonly()
+            yield name, TensorBytes(form.dtype, self._shapes[name], data)
+
+    def read_cells(self, name: str, positions: Positions) -> Cells:
+        """See ``Engine.read_cells``."""
+        form = self._forms.get(name)
+        if form is None or not inside(positions, form.cells):
+            raise WeightApplyFailed(f"{self.name}: no such cells of a tensor {name!r}")
+        kept = kept_type(name, self._maps)
+        cells = np.zeros(positions.size, f"<u{ITEM_BYTES[kept]}")
+        places = [
+            [(box.storage, *box.targets(positions)) for box in found.boxes.get(name, ())]
+            for found in self._maps
+        ]
+        asked = [[(storage, at.tobytes()) for storage, _, at in each] for each in places]
+        answers = self._call(self._rpc("farflow_read_cells", asked))
+        for each, answer in zip(places, answers, strict=True):
+            for (_, chosen, _), data in zip(each, answer, strict=True):
+                cells[chosen] = np.frombuffer(data, cells.dtype)
+        return published_cells(cells, form.dtype, kept)
+
+    def checksums(self) -> list[dict[str, str]]:
+        """vLLM's own checksums of its parameters, a dictionary per worker."""
+        found: list[dict[str, str]] = self._call(self._llm.compute_weight_checksums())
+        return found
+
+    def stop(self, reason: EngineError | None = None) -> None:
+        """End vLLM, and what it still draws with ``reason``. Blocks; harmless when it has ended."""
+        if self._thread.is_alive():
+            with contextlib.suppress(FarflowError, concurrent.futures.TimeoutError):
+                closed = reason or GenerationFailed("the engine is closed")
+                self._call(self._end(closed), 60.0, ends=True)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._exchange.close()
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit into the KV cache."""
+        return self._kv_tokens
+
+    def _call(
+        self, work: Coroutine[Any, Any, T], within_s: float = CALL_S, *, ends: bool = False
+    ) -> T:
+        try:
+            return self._send(work, ends=ends).result(within_s)
+        except concurrent.futures.CancelledError as error:
+            raise EngineCrashed(f"{self.name}: {self.dead or 'vLLM is being ended'}") from error
+
+    def _send(
+        self, work: Coroutine[Any, Any, T], *, ends: bool = False
+    ) -> "concurrent.futures.Future[T]":
+        """Work for the policy's loop, which ends with it at the latest."""
+
+        async def known() -> T:
+            task = asyncio.current_task()
+            if task is None or (self._ending and not ends):
+                work.close()
+                raise self._ending or EngineCrashed(self.name)
+            self._tasks.add(task)
+            try:
+                return await work
+            except asyncio.CancelledError:
+                if self._ending is None:
+                    raise
+                raise self._ending from None
+            finally:
+                self._tasks.discard(task)
+
+        return asyncio.run_coroutine_threadsafe(known(), self._loop)
+
+    def _drawn(self, tokens: int) -> None:
+        self.tokens_generated += tokens
+
+    # ---- in the policy's own loop --------------------------------------------------------------
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    async def _start(self, arguments: dict[str, Any]) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        # It blocks the loop, which has nothing else to do yet.
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        config = self._llm.vllm_config
+        self._context_tokens = int(config.model_config.max_model_len)
+        self._vocabulary = int(config.model_config.get_vocab_size())
+        cache = config.cache_config
+        self._kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        tensors = [[name, form.dtype, self._shapes[name]] for name, form in self._forms.items()]
+        found = await self._rpc("farflow_record", tensors)
+        self._maps = [msgspec.msgpack.decode(data, type=WorkerMap) for data in found]
+        check_maps(self._forms, self._maps)
+        await self._llm.update_weight_version(str(self.version))
+        await self._warm_up()
+        self._task(self._watch())
+
+    async def _warm_up(self) -> None:
+        """One token: what dies at its first step is to be known before an attempt finds out."""
+        from vllm import SamplingParams
+
+        prompt, one = {"prompt_token_ids": [0], "cache_salt": "none"}, SamplingParams(max_tokens=1)
+        async for _ in self._llm.generate(prompt, one, "warm-up"):
+            pass
+
+    async def _rpc(self, method: str, *arguments: Any) -> Any:
+        """A call on all workers; EngineCrashed when they are gone."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await self._llm.collective_rpc(method, args=arguments)
+        except EngineDeadError as error:
+            raise EngineCrashed(f"{self.name}: vLLM died") from error
+
+    async def _run(self, sequence: DrawnSequence) -> Completion:
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        if self.dead:
+            raise EngineCrashed(f"{self.name}: {self.dead}")
+        self._sequences.add(sequence)
+        try:
+            return await sequence.run(self._llm, lambda: self.version)
+        except EngineDeadError as error:
+            raise EngineCrashed(f"{self.name}: vLLM died") from error
+        except (EngineGenerateError, VLLMClientError, ValueError) as error:
+            raise GenerationFailed(f"{sequence.name}: {error.__cause__ or error}") from error
+        finally:
+            self._sequences.discard(sequence)
+
+    async def _swap(
+        self, where: str, version: int, path: str, entries: Sequence[Sequence[dict[str, Any]]]
+    ) -> float:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest as Update
+
+        llm = self._llm
+        try:
+            await llm.start_weight_update()
+            stage = {"do": "stage", "path": path, "entries": entries}
+            await llm.update_weights(Update(update_info=stage))
+            problem = await self._staged()
+            if problem:
+                await llm.update_weights(Update(update_info={"do": "drop"}))
+                await llm.finish_weight_update()
+        except Exception as error:
+            raise WeightApplyFailed(f"{where}: {error}") from error
+        if problem:
+            raise WeightApplyFailed(f"{where}: {problem}")
+        began_s = self._clock.monotonic_s()
+        try:
+            # ``pause_generation`` of the same does this, and then sleeps for 20 ms.
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            try:
+                await llm.update_weights(Update(update_info={"do": "commit"}))
+            except Exception as error:
+                # With several workers one may have written what another could not.
+                if "undone" not in str(error) or len(self._maps) > 1:
+                    raise
+                await llm.resume_generation()
+                raise WeightApplyFailed(f"{where}: {error}") from error
+            await llm.finish_weight_update(weight_version=str(version))
+            self.version = version
+            anew = [each.begin_anew() for each in self._sequences if not each.begun]
+            if anew:
+                await llm.abort(anew)
+            await llm.resume_generation()
+        except WeightApplyFailed:
+            raise
+        except Exception as error:
+            self._die(f"{where} is half written: {error}")
+            raise WeightApplyFailed(f"{where}: {error}") from error
+        return self._clock.monotonic_s() - began_s
+
+    async def _staged(self) -> str:
+        """Wait until all workers have staged; returns what went wrong."""
+        pause_s, longest_s = _STAGED_S
+        while True:
+            found = await self._rpc("farflow_staged")
+            if all(over for over, _ in found):
+                return "; ".join(problem for _, problem in found if problem)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+    async def _watch(self) -> None:
+        """vLLM says that it died only to those who wait for something."""
+        while not self._llm.errored:  # noqa: ASYNC110 - another thread of vLLM's sets it
+            await asyncio.sleep(_LOOK_S)
+        self._die("vLLM died")
+
+    def _die(self, why: str) -> None:
+        if self.dead or self._ending:
+            return
+        self.dead = why
+        _log.error("engine.crashed", policy=self.name, version=self.version, reason=why)
+        self._lost(self, why)
+
+    async def _end(self, reason: EngineError) -> None:
+        self._ending = reason
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=10.0)
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+            await asyncio.sleep(0)
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _start_fault(folder: Path, error: Exception) -> FarflowError:
+    """What vLLM raises here before it starts a process is about the model or its arguments."""
+    text = f"{folder}: vLLM does not take it: {type(error).__name__}: {error}"
+    if isinstance(error, TimeoutError | concurrent.futures.TimeoutError):
+        return EngineCrashed(f"{folder}: vLLM did not start in time (agent.vllm.start_timeout_s)")
+    if isinstance(error, ValueError | TypeError | NotImplementedError | ImportError):
+        return ModelError(text)
+    return EngineCrashed(text)

@@ -1,0 +1,121 @@
+"""``farflow agent install``: from a token to an agent that systemd keeps running.
+
+What always holds: key and ``agent.toml`` that are there stay as they are; nothing is started that
+the doctor finds something wrong with.
+"""
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from edge_agent.config import AgentConfig
+from edge_agent.draining import CLOSING_S
+from edge_agent.enrol import enrol, enrolled, write_config
+from transport.errors import ConfigError
+from transport.runtime.config import load_config
+from transport.runtime.files import private_dir
+from transport.runtime.service_install import Place, become, farflow_argv, give
+from transport.runtime.service_install import install as install_service
+from transport.runtime.service_unit import Service
+from transport.token_files import Enrolment, load_token
+from transport.zmq_links import ZmqNetwork
+
+SYSTEM_FOLDER: Final = Path("/var/lib/farflow-agent")
+DOCTOR_S: Final = 300.0
+"""More than all of its probes may take."""
+MARGIN_S: Final = 15.0
+"""Beyond what an agent takes to drain and close."""
+
+
+def install_agent(
+    place: Place,
+    service: str,
+    *,
+    token_file: str | None,
+    folder: Path | None,
+    name: str,
+    settings: Mapping[str, Any],
+) -> tuple[list[str], bool]:
+    """Enrol with ``token_file`` unless that was done, write ``agent.toml`` with ``settings`` of
+    ``[agent]`` unless there is one, examine the box, and install the unit ``service``. Returns
+    lines that say what was done, and whether all is well.
+
+    Raises:
+        ConfigError: no token for a box that needs one, the token is refused, or a setting is wrong.
+        PeerUnreachable: the scheduler does not answer.
+        StoreError, ProcessFailed: the disk or systemd refused.
+    """
+    folder = (folder or default_folder(place.user_units)).absolute()
+    if not (folder.is_dir() and os.geteuid() == 0):  # root upgrades what belongs to the agent
+        private_dir(folder)
+    facts = enrolled(folder / "keys")
+    if facts is None:
+        if token_file is None:
+            raise ConfigError(
+                f"{folder}: no agent is enrolled there; name its token with --token-file, as"
+                " `farflow token create` made it on the cloud host"
+            )
+        facts = asyncio.run(_enrol(token_file, folder / "keys", name))
+    kept = (folder / "agent.toml").exists()
+    file = write_config(folder, facts, settings)
+    lines = [f"agent {facts.name} of {facts.host}", f"{'kept' if kept else 'wrote'}: {file}"]
+    if kept and settings:
+        lines.append(f"not changed: {', '.join(sorted(settings))}; edit {file}")
+    table = load_config(AgentConfig, [file], environ={}).value.agent
+    writable = tuple({folder: None, Path(table.folder).absolute(): None})
+    give(writable, place.run_as)
+    cache = folder / "cache"
+    # What engines compile goes where the agent may write.
+    environment = {"XDG_CACHE_HOME": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+    found, healthy = _doctor(file, place, environment)
+    lines += found
+    if not healthy:
+        return [*lines, "not started"], False
+    unit = Service(
+        name=service,
+        description=f"farflow agent {facts.name}",
+        argv=farflow_argv("agent", "run", "--config", str(file)),
+        folder=folder,
+        writable=writable,
+        stop_s=table.drain_s + CLOSING_S + MARGIN_S,
+        user=place.run_as,
+        devices=True,
+        sandboxes=True,
+        environment=tuple(environment.items()),
+    )
+    return [*lines, *install_service(unit, place)], True
+
+
+def default_folder(user_units: bool) -> Path:
+    """Where an agent lives that is told nothing else."""
+    if not user_units:
+        return SYSTEM_FOLDER
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "farflow-agent"
+
+
+def _doctor(file: Path, place: Place, environment: Mapping[str, str]) -> tuple[list[str], bool]:
+    """What the doctor says of ``file``, and whether all is well. It runs as the daemon will: as
+    that user, who may be kept from this installation, with its environment."""
+    done = subprocess.run(
+        farflow_argv("agent", "doctor", "--config", str(file)),
+        cwd=file.parent,
+        env={"PATH": os.environ.get("PATH", os.defpath), **environment},
+        capture_output=True,
+        text=True,
+        timeout=DOCTOR_S,
+        check=False,
+        **become(place.run_as),
+    )
+    return (done.stdout + done.stderr).splitlines(), done.returncode == 0
+
+
+async def _enrol(token_file: str, keys: Path, name: str) -> Enrolment:
+    network = ZmqNetwork()
+    try:
+        return await enrol(network, load_token(token_file), keys, name=name)
+    finally:
+        await network.close()

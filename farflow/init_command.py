@@ -1,0 +1,95 @@
+"""``farflow init``: the folder of a new deployment, with its file and keys."""
+
+import json
+from pathlib import Path
+from typing import Final
+
+import click
+
+from farflow.options import json_option
+
+FILE_NAME: Final = "deployment.toml"
+
+_HEAD: Final = """\
+A deployment of farflow. Every table of its scheduler is here; a line that begins with # and a key\
+ is a setting at its default: take the # away to change it.
+Check it with: farflow config check {name}
+Sizes take texts such as "64MiB", times "1500ms". What is learnt is in files of its own (runs).
+"""
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Where agents and trainers reach this machine.",
+)
+@click.option(
+    "--trainer", "trainers", multiple=True, metavar="RUN/POLICY", help="Keys for it; may repeat."
+)
+@json_option
+def init(folder: Path, host: str, trainers: tuple[str, ...], as_json: bool) -> None:
+    """Write the deployment's file and keys to FOLDER, and say what to do next.
+
+    Nothing that is there is replaced: run it again for the keys of further trainers.
+    """
+    from transport.key_files import write_new
+    from transport.keys import create_keys
+    from transport.runtime.files import private_dir
+
+    folder = private_dir(folder.absolute())
+    file = folder / FILE_NAME
+    fresh = not file.exists()
+    if fresh:
+        write_new(file, deployment_text(folder, host), mode=0o644)
+    create_keys(folder / "keys", trainers=trainers, submitters=("submitter",))
+    if as_json:
+        facts = {"file": str(file), "written": fresh, "keys": str(folder / "keys")}
+        click.echo(json.dumps(facts))
+        return
+    click.echo(f"{'wrote' if fresh else 'kept, as it was there'}: {file}")
+    click.echo(f"keys in {folder / 'keys'}")
+    click.echo("next:")
+    for line in next_commands(file, host):
+        click.echo(f"  {line}")
+
+
+def deployment_text(folder: Path, host: str) -> str:
+    """The file of a deployment in ``folder`` whose agents reach it as ``host``."""
+    from scheduler.config import SchedulerConfig
+    from transport.runtime.config_text import commented_toml
+
+    return commented_toml(
+        SchedulerConfig,
+        _HEAD.format(name=FILE_NAME),
+        {
+            "transport": {"host": _listen(host), "keys": str(folder / "keys")},
+            "scheduler": {"folder": str(folder / "scheduler")},
+        },
+    )
+
+
+def next_commands(file: Path, host: str) -> list[str]:
+    """What to type after ``init``, a command with a remark each."""
+    import shlex
+
+    config = f"--config {shlex.quote(str(file))}"
+    told = "" if _listen(host) == host else f" --host {shlex.quote(host)}"
+    return [
+        f"farflow config check {shlex.quote(str(file))}",
+        f"farflow scheduler run {config}   # or: farflow scheduler install {config}",
+        f"farflow token create {config}{told} --out box1.token   # for each box",
+        "farflow agent install --token-file box1.token   # on the box",
+        f"farflow run submit RUN.toml {config}",
+        f"farflow top {config}",
+    ]
+
+
+def _listen(host: str) -> str:
+    """Where a scheduler listens that is reached as ``host``."""
+    if host in ("localhost", "::1") or host.startswith("127."):
+        return host
+    return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - agents are elsewhere

@@ -1,0 +1,145 @@
+"""Rewards that are found again by another agent: a sample of accepted training groups.
+
+    accepted group --(drawn)--> recheck by a second agent -> as recorded: nothing more
+                                       | differs
+                                       v
+                                recheck by a third agent -> as recorded: evidence against the second
+                                                       -> as the second: evidence against the first
+                                                       -> neither: nobody is to blame
+
+A recheck is a job of its own kind that goes to agents like a submitter's job: one attempt, in which
+the agent fetches the body by its digest, scores its responses with the run's reward and sends the
+same group back with the rewards that it found. Only rewards that are functions of item and response
+are looked at (``FUNCTIONS``), and only of the workflow whose responses can be read off the tokens.
+
+What always holds: no agent checks itself, and the third is neither of the others; two of three
+equal answers are needed before anything is held against an agent; at most ``MAX_OPEN`` rechecks of
+a run are open, none waits longer than ``EXPIRE_S`` (there may be no third agent) or outlives its
+run, and none that fails is tried again; the body is held until then.
+"""
+
+from scheduler.core import attempts, bodies, costs, external, jobs, quarantine
+from scheduler.core.accounting import open_copies
+from scheduler.core.context import Context, Lease
+from scheduler.core.state import RECHECKER, External, Job, Recheck
+from scheduler.core.work import work_of
+from transport.ids import external_job_id
+from transport.messages import GroupSummary, Item
+
+FUNCTIONS = ("exact", "math-verify", "reasoning-gym")
+"""Rewards that give the same for the same; ``code`` has time limits."""
+WORKFLOW = "single_turn"
+MAX_OPEN = 16
+EXPIRE_S = 600.0
+TOLERANCE = 1e-6
+WEIGHT = 1.5
+"""Two proven differences within the hour exclude: one may be another version of a library."""
+DIFFERS = "reward.differs"
+
+
+def consider(ctx: Context, job: Job, items: tuple[Item, ...], summary: GroupSummary) -> None:
+    """A training group was accepted; have its rewards found again if it is drawn. Agents cannot
+    know which ones are."""
+    run = ctx.tables.runs[job.run]
+    share = run.spec.recheck_rewards
+    if not share or not items or not open_copies(job) or job.result is None:
+        return
+    work = work_of(ctx, job)
+    if work.workflow.reference != WORKFLOW or work.reward(items).name not in FUNCTIONS:
+        return
+    if ctx.sampling.random() >= share or run.finishing:
+        return
+    if ctx.ready_agents < 2 or _open(ctx, job.run) >= MAX_OPEN:
+        ctx.count("rechecks.skipped")
+        return
+    recheck = Recheck(
+        job=job.id,
+        attempt=job.result.attempt,
+        agent=job.result.agent,
+        digest=summary.digest,
+        rewards=summary.rewards,
+    )
+    _begin(ctx, job.run, f"{job.index}.1", job.index, items, recheck)
+
+
+def answered(ctx: Context, job: Job, lease: Lease, summary: GroupSummary, recheck: Recheck) -> None:
+    """An agent has found rewards."""
+    agent = ctx.tables.agents[lease.agent]
+    costs.uploaded(ctx, job.run, agent, summary.size_bytes, 0)
+    attempts.learn_tokens(ctx, job, lease, 0.0)  # nothing was drawn
+    attempts.end(ctx, job, lease.record, "result", digest=summary.digest)
+    bodies.release(ctx, summary.digest)
+    _judge(ctx, job, lease.agent, summary.rewards, recheck)
+    jobs.close(ctx, job, "delivered", "")
+
+
+def _judge(
+    ctx: Context, job: Job, agent: str, rewards: tuple[float, ...], recheck: Recheck
+) -> None:
+    if _same(rewards, recheck.rewards):
+        ctx.count("rechecks.agree")
+        if recheck.second:
+            _differs(ctx, recheck.second, recheck, recheck.found, (recheck.agent, agent))
+    elif not recheck.second:
+        ctx.count("rechecks.differ")
+        ctx.note(recheck.agent, "reward differs", attempt=recheck.attempt, second=agent)
+        third = Recheck(
+            job=recheck.job,
+            attempt=recheck.attempt,
+            agent=recheck.agent,
+            digest=recheck.digest,
+            rewards=recheck.rewards,
+            second=agent,
+            found=rewards,
+        )
+        _begin(ctx, job.run, f"{job.index}.2", job.index, job.items, third)
+    elif _same(rewards, recheck.found):
+        _differs(ctx, recheck.agent, recheck, recheck.rewards, (recheck.second, agent))
+    else:
+        ctx.count("rechecks.undecided")
+        ctx.note(recheck.agent, "reward undecided", attempt=recheck.attempt)
+
+
+def _differs(
+    ctx: Context, name: str, recheck: Recheck, said: tuple[float, ...], others: tuple[str, str]
+) -> None:
+    truth = recheck.found if name == recheck.agent else recheck.rewards
+    at = next(i for i, pair in enumerate(zip(said, truth, strict=True)) if not _close(*pair))
+    text = (
+        f"{recheck.attempt}: {said[at]:g} for response {at}, {others[0]} and {others[1]} find"
+        f" {truth[at]:g}"
+    )
+    quarantine.evidence(ctx, name, DIFFERS, text, WEIGHT)
+
+
+def _begin(
+    ctx: Context, run: str, id: str, index: int, items: tuple[Item, ...], recheck: Recheck
+) -> None:
+    asked = External(submitter=RECHECKER, id=id, due_s=ctx.now + EXPIRE_S, recheck=recheck)
+    job = Job(
+        id=external_job_id(run, RECHECKER, id),
+        run=run,
+        kind="recheck",
+        index=index,
+        sequences=len(recheck.rewards),
+        items=items,
+        copies={},
+        created_s=ctx.now,
+        external=asked,
+    )
+    bodies.hold(ctx, recheck.digest, recheck.job)
+    ctx.count("rechecks.begun")
+    external.enter(ctx, job, asked)
+
+
+def _open(ctx: Context, run: str) -> int:
+    found = ctx.submitters.get(RECHECKER)
+    return 0 if found is None else sum(id.startswith(f"{run}/") for id in found.open)
+
+
+def _same(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return len(one) == len(other) and all(map(_close, one, other))
+
+
+def _close(one: float, other: float) -> bool:
+    return abs(one - other) <= TOLERANCE

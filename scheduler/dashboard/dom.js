@@ -1,0 +1,105 @@
+// Building and changing elements. Text always goes in as text, never as markup: names and reasons
+// come from agents and prompts.
+
+const SVG = "http://www.w3.org/2000/svg";
+const DRAWN = new Set(["svg", "g", "path", "circle", "line", "rect", "text", "title", "polyline"]);
+
+export function h(name, attributes = {}, ...children) {
+  const element = name === "title" || DRAWN.has(name)
+    ? document.createElementNS(SVG, name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else element.setAttribute(key, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((each) => each !== null && each !== undefined));
+  return element;
+}
+
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+// The children of `parent` become one element per entry of `entries`, kept by key, so that focus,
+// selection and scroll position outlive an update.
+export function keyed(parent, entries, keyOf, make, update) {
+  const old = parent.kept ?? (parent.kept = new Map());
+  const now = new Map();
+  let place = parent.firstElementChild;
+  for (const entry of entries) {
+    const key = keyOf(entry);
+    const element = old.get(key) ?? make(entry);
+    now.set(key, element);
+    update(element, entry);
+    if (element === place) place = place.nextElementSibling;
+    else parent.insertBefore(element, place);
+  }
+  for (const [key, element] of old) if (!now.has(key)) element.remove();
+  parent.kept = now;
+}
+
+// A table whose cells change in place. A column: {title, text(row), number, mark(row) -> class,
+// node(row) -> element or null, sort(row)}.
+export class Table {
+  constructor(columns, keyOf, { caption, sortable = true } = {}) {
+    this.columns = columns;
+    this.keyOf = keyOf;
+    this.by = null;
+    this.down = false;
+    this.rows = [];
+    this.body = h("tbody");
+    this.heads = columns.map((column, index) => h(
+      "th", { scope: "col", class: column.number ? "number" : null, "aria-sort": "none" },
+      sortable ? h("button", { type: "button", onclick: () => this.sortBy(index) }, column.title)
+        : column.title));
+    this.element = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+      h("table", {}, h("thead", {}, h("tr", {}, ...this.heads)), this.body));
+  }
+
+  sortBy(index) {
+    this.down = this.by === index ? !this.down : Boolean(this.columns[index].number);
+    this.by = index;
+    this.heads.forEach((head, at) => head.setAttribute(
+      "aria-sort", at === index ? (this.down ? "descending" : "ascending") : "none"));
+    this.show(this.rows);
+  }
+
+  show(rows) {
+    this.rows = rows;
+    let shown = rows;
+    if (this.by !== null) {
+      const column = this.columns[this.by];
+      const value = column.sort ?? column.text;
+      const way = this.down ? -1 : 1;
+      shown = [...rows].sort((a, b) => {
+        const x = value(a), y = value(b);
+        return (x < y ? -1 : x > y ? 1 : 0) * way;
+      });
+    }
+    keyed(this.body, shown, this.keyOf, (row) => this.make(row), (tr, row) => this.fill(tr, row));
+  }
+
+  make() {
+    return h("tr", {}, this.columns.map((column, index) => index === 0
+      ? h("th", { scope: "row" }) : h("td", { class: column.number ? "number" : null })));
+  }
+
+  fill(tr, row) {
+    this.columns.forEach((column, index) => {
+      const cell = tr.children[index];
+      if (column.node) {
+        const sign = column.sign ? column.sign(row) : column.text(row);
+        if (cell.sign === sign) return;
+        cell.sign = sign;
+        cell.replaceChildren(column.node(row));
+        return;
+      }
+      setText(cell, column.text(row));
+      if (column.mark) cell.className = `${column.number ? "number " : ""}${column.mark(row)}`;
+    });
+  }
+}
+
+export function card(title, ...children) {
+  return h("section", { class: "card", "aria-label": title }, h("h2", {}, title), ...children);
+}

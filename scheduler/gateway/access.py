@@ -1,0 +1,217 @@
+"""Tokens of the HTTP interface: who may ask, and how often.
+
+What always holds: a secret is kept only as its SHA-256 (32 random bytes need no slow hash); what
+the folder says wrongly is skipped with a warning and never lets anybody in; a token that was taken
+out of the folder is refused within ``SCAN_INTERVAL_S`` of the next ``refresh``.
+
+    KEYS/http/NAME.toml        one token (mode 0600): name, role, secret_sha256
+    KEYS/http-NAME.toml        the key with which a submitter's jobs are submitted
+
+All functions that touch the folder block.
+"""
+
+import contextlib
+import hashlib
+import math
+import os
+import secrets
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+
+from scheduler.tokens import revoke_key
+from transport.errors import ConfigError, StoreError
+from transport.ids import NAME_RULE, is_name
+from transport.key_files import check_hex, check_name, load_toml, make_folder, to_toml, write_new
+from transport.keys import ensure_key
+from transport.messages import Role
+from transport.runtime.files import atomic_write, fsync_dir, private_dir
+
+LOCAL: Final = "local"
+"""The operator's token that the first start makes; its secret is in ``FOLDER/gateway/``."""
+LOCAL_SECRET: Final = "local-token"  # noqa: S105 - a file name
+MAX_TOKENS: Final = 1000
+_SUBMITTER: Final = "http-"
+_log = structlog.get_logger()
+
+
+class HttpRole(StrEnum):
+    """What a token may do: look; look and give orders; submit jobs and take their results."""
+
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+    SUBMITTER = "submitter"
+
+
+class HttpToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of ``http/NAME.toml``."""
+
+    name: str
+    role: HttpRole
+    secret_sha256: str
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        check_hex("secret_sha256", self.secret_sha256)
+
+
+def submitter_key(keys: Path, token: str) -> Path:
+    """Where the key of a submitter's token is."""
+    return keys / f"{_SUBMITTER}{token}.toml"
+
+
+def create_token(keys: Path, name: str, role: HttpRole) -> str:
+    """Make a token in a deployment's folder of keys; returns its secret, which is kept nowhere.
+
+    Raises:
+        ConfigError: a bad name, or one that there is.
+    """
+    if not is_name(name) or not is_name(f"{_SUBMITTER}{name}"):
+        raise ConfigError(f"token {name!r}: must be {NAME_RULE} (43 at most)")
+    folder = keys / "http"
+    make_folder(folder, 0o700)
+    path = folder / f"{name}.toml"
+    if path.exists():
+        raise ConfigError(f"token {name}: exists; choose another name, or revoke it first")
+    if len(token_names(keys)) >= MAX_TOKENS:
+        raise ConfigError(f"{folder}: holds {MAX_TOKENS} tokens; revoke some")
+    if role is HttpRole.SUBMITTER:
+        ensure_key(keys, f"{_SUBMITTER}{name}", Role.SUBMITTER)
+    secret = secrets.token_urlsafe(32)
+    token = HttpToken(name=name, role=role, secret_sha256=_digest(secret))
+    write_new(path, to_toml(token), mode=0o600)
+    return secret
+
+
+def revoke_token(keys: Path, name: str) -> HttpToken:
+    """Refuse a token from now on, and the submitter's key that belongs to it.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    path = keys / "http" / f"{name}.toml"
+    if not is_name(name) or not path.exists():
+        known = ", ".join(token_names(keys)) or "none"
+        raise ConfigError(f"token {name}: not in {path.parent}; tokens: {known}")
+    token = load_toml(path, HttpToken, secret=True)
+    path.unlink()
+    fsync_dir(path.parent)
+    if token.role is HttpRole.SUBMITTER:
+        if (keys / "authorized" / f"{_SUBMITTER}{name}.toml").exists():
+            revoke_key(keys, f"{_SUBMITTER}{name}")
+        submitter_key(keys, name).unlink(missing_ok=True)
+    return token
+
+
+def token_names(keys: Path) -> list[str]:
+    """The names of all tokens, sorted."""
+    return sorted(path.stem for path in (keys / "http").glob("*.toml"))
+
+
+def first_token(keys: Path, folder: Path) -> bool:
+    """Make the token ``local`` at the first start, with its secret in ``folder``; says if it did.
+
+    Whoever may read the folder of the scheduler may as well give it orders with the keys there.
+
+    Raises:
+        ConfigError, StoreError: a folder cannot be used.
+    """
+    if (keys / "http").exists():
+        return False
+    secret = create_token(keys, LOCAL, HttpRole.OPERATOR)
+    atomic_write(private_dir(folder) / LOCAL_SECRET, f"{secret}\n".encode(), mode=0o600)
+    return True
+
+
+class TokenBook:
+    """Who may ask, from a folder that may change at any time."""
+
+    SCAN_INTERVAL_S = 0.4
+
+    def __init__(self, keys: Path) -> None:
+        self._folder = keys / "http"
+        self._tokens: dict[str, HttpToken] = {}
+        self._seen: list[tuple[str, int, int, int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def names(self) -> set[str]:
+        return {token.name for token in self._tokens.values()}
+
+    def lookup(self, secret: str) -> HttpToken | None:
+        """Whose secret it is. That hashes are compared tells nothing about the secret."""
+        return self._tokens.get(_digest(secret)) if secret else None
+
+    def named(self, name: str) -> HttpToken | None:
+        """The token of a name."""
+        return next((token for token in self._tokens.values() if token.name == name), None)
+
+    def valid(self, token: HttpToken) -> bool:
+        """Whether a token that was looked up before still counts."""
+        return self._tokens.get(token.secret_sha256) == token
+
+    def refresh(self) -> None:
+        """Look at the folder, and read it again if it changed."""
+        seen = self._fingerprint()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        tokens: dict[str, HttpToken] = {}
+        for name, *_ in seen[:MAX_TOKENS]:
+            path = self._folder / name
+            try:
+                token = load_toml(path, HttpToken, secret=True)
+                if token.name != path.stem:
+                    raise ConfigError(f"{path}: name is {token.name!r}, unlike the file's")
+            except ConfigError as error:
+                _log.warning("http.token_skipped", reason=str(error))
+                continue
+            tokens[token.secret_sha256] = token
+        self._tokens = tokens
+
+    def _fingerprint(self) -> list[tuple[str, int, int, int]]:
+        try:
+            names = [name for name in os.listdir(self._folder) if _is_token(name)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"cannot read {self._folder}: {error.strerror}") from error
+        found = []
+        for name in names:
+            with contextlib.suppress(OSError):  # it went while we looked
+                status = (self._folder / name).stat()
+                found.append((name, status.st_mtime_ns, status.st_size, status.st_ino))
+        return sorted(found)
+
+
+class Rates:
+    """How often each token may ask: ``per_s``, with up to two seconds' worth saved up."""
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self._burst = max(1.0, 2.0 * per_s)
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def take(self, name: str, now_s: float) -> float:
+        """0.0 when the request may be made, else in how many seconds it may."""
+        left, at_s = self._left.get(name, (self._burst, now_s))
+        left = min(self._burst, left + (now_s - at_s) * self._per_s)
+        allowed = left >= 1.0
+        self._left[name] = (left - 1.0 if allowed else left, now_s)
+        return 0.0 if allowed else math.ceil(10 * (1.0 - left) / self._per_s) / 10
+
+    def keep(self, names: set[str]) -> None:
+        """Forget everybody else."""
+        self._left = {name: left for name, left in self._left.items() if name in names}
+
+
+def _is_token(name: str) -> bool:
+    return name.endswith(".toml") and not name.startswith(".")
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,186 @@
+"""What our HTTP servers have in common: who may connect for how long, and what a refusal is.
+
+What always holds: connections are counted before a byte of theirs is looked at, and one above the
+bound is closed; one that has asked for nothing for a while is closed; a request that is not HTTP
+is one line in the log.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import structlog
+
+from transport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+FIRST_REQUEST_S: Final = 10.0
+"""A connection that has asked for nothing after so long is closed."""
+KEEPALIVE_S: Final = 30.0
+STALLED_S: Final = 60.0
+"""A reader that takes nothing for so long is cut off."""
+
+_log = structlog.get_logger()
+
+
+class HttpRefused(Exception):
+    """A request that gets an error: HTTP ``status``, stable ``code``, what to do, headers."""
+
+    def __init__(self, status: int, code: str, text: str, **headers: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.code = code
+        self.headers = headers
+
+    def response(self) -> "web.Response":
+        """The answer: ``{"code", "message"}``."""
+        return json_response(
+            {"code": self.code, "message": str(self)}, self.status, headers=self.headers
+        )
+
+
+def json_response(
+    data: Any, status: int = 200, *, headers: dict[str, str] | None = None
+) -> "web.Response":
+    """``data`` as msgspec writes it."""
+    from aiohttp import web
+
+    return web.Response(
+        status=status,
+        body=msgspec.json.encode(data),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def bearer(request: "web.BaseRequest") -> str:
+    """The token of the header ``Authorization: Bearer TOKEN``, "" without one."""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
+
+
+def same_secret(given: str, secret: bytes) -> bool:
+    """Compared in the same time wherever they differ."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), secret)
+
+
+async def write(response: "web.StreamResponse", request: "web.BaseRequest", data: bytes) -> bool:
+    """Write a piece; False when the reader took nothing for ``STALLED_S`` and was cut off."""
+    try:
+        async with asyncio.timeout(STALLED_S):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        return False
+    return True
+
+
+class HttpListener:
+    """Listens and hands requests to ``handle``, which must call ``heard`` first. ``setting`` names
+    the place of the port in the configuration, ``counters`` gets ``too_many_connections``."""
+
+    def __init__(
+        self,
+        handle: "Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]",
+        *,
+        host: str,
+        tls: ssl.SSLContext | None,
+        max_connections: int,
+        counters: Counter[str],
+        setting: str,
+    ) -> None:
+        self._handle = handle
+        self._host = host
+        self._tls = tls
+        self._counters = counters
+        self._setting = setting
+        self._silent: dict[Any, asyncio.TimerHandle] = {}
+        self.max_connections = max_connections
+
+    async def run(self, ports: Sequence[int], listening: Callable[[int], None]) -> None:
+        """Serve until cancelled on the first of ``ports`` that is free (0: any); ``listening`` is
+        told which.
+
+        Raises:
+            ConfigError: the address cannot be used.
+        """
+        from aiohttp import web
+
+        outer, loop = self, asyncio.get_running_loop()
+
+        class Server(web.Server):
+            """Bounds connections before a byte of theirs is looked at."""
+
+            def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+                super().connection_made(handler, transport)
+                if len(self.connections) > outer.max_connections:
+                    outer._counters["too_many_connections"] += 1
+                    loop.call_soon(transport.abort)  # its task must have started to end well
+                    return
+                outer._silent[handler] = loop.call_later(FIRST_REQUEST_S, transport.abort)
+
+            def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+                outer.heard(handler)
+                super().connection_lost(handler, exc)
+
+        logger = logging.getLogger(__name__)
+        logger.addFilter(_without_nonsense)
+        runner = web.ServerRunner(
+            Server(
+                self._handle,
+                access_log=None,
+                keepalive_timeout=KEEPALIVE_S,
+                logger=logger,
+                auto_decompress=False,  # what is small may unfold to anything
+            ),
+            shutdown_timeout=1.0,
+        )
+        await runner.setup()
+        try:
+            for port in ports:
+                site = web.TCPSite(runner, self._host, port, ssl_context=self._tls)
+                starting = asyncio.create_task(site.start())
+                try:
+                    await asyncio.shield(starting)
+                    break
+                except asyncio.CancelledError:
+                    await asyncio.wait({starting})  # half started, its socket would stay open
+                    raise
+                except (OSError, OverflowError) as error:
+                    if port == ports[-1]:
+                        reason = getattr(error, "strerror", None) or error
+                        raise ConfigError(
+                            f"{self._setting}: {self._host}:{port}: {reason}; choose another port"
+                        ) from error
+                    with contextlib.suppress(RuntimeError):
+                        await site.stop()
+            listening(int(runner.addresses[0][1]))
+            await asyncio.Event().wait()
+        finally:
+            await runner.cleanup()
+
+    def heard(self, handler: Any) -> None:
+        """``request.protocol`` of a request that came: its connection is not silent."""
+        timer = self._silent.pop(handler, None)
+        if timer is not None:
+            timer.cancel()
+
+
+def _without_nonsense(record: logging.LogRecord) -> bool:
+    """A log filter: requests that are not HTTP are one line, not a traceback of the parser's."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError):
+        return True
+    _log.debug("http.malformed", reason=f"{type(error).__name__}, status {error.code}")
+    return False

@@ -1,0 +1,185 @@
+"""Puts a daemon's unit where systemd finds it, starts it, and takes it away again.
+
+What always holds: installing again is an upgrade: the unit is written anew, the daemon started
+again, and nothing else is touched; where systemd does not run (containers, images) the unit is
+written and nothing is started; taking away leaves the daemon's folders alone.
+"""
+
+import os
+import pwd
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from transport.errors import ConfigError, ProcessFailed
+from transport.ids import NAME_RULE, is_name
+from transport.runtime.files import atomic_write, store_errors
+from transport.runtime.service_unit import STEPS_SINCE, Service, unit_text
+
+RUNNING: Final = Path("/run/systemd/system")
+"""Is there exactly while systemd is the machine's init: sd_booted(3)."""
+SYSTEM_UNITS: Final = Path("/etc/systemd/system")
+SLACK_S: Final = 60.0
+_ASK_S: Final = 10.0
+
+
+class Place(NamedTuple):
+    """Where a unit goes. ``starts`` says whether systemd is to be told; ``user_units`` that it is
+    a user's own manager; ``run_as`` the user whom the machine's manager runs the daemon as."""
+
+    folder: Path
+    starts: bool
+    user_units: bool
+    run_as: str
+
+
+def find_place(*, user_units: bool, run_as: str, unit_folder: Path | None) -> Place:
+    """Where to install to, given the options of the command.
+
+    Raises:
+        ConfigError: not allowed to, options that contradict each other, or an unknown user.
+    """
+    if user_units and run_as:
+        raise ConfigError("--run-as: your own systemd runs everything as you; leave --user out")
+    starts = unit_folder is None and RUNNING.is_dir()
+    if user_units:
+        home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        return Place(unit_folder or home / "systemd" / "user", starts, True, "")
+    name = run_as or os.environ.get("SUDO_USER") or pwd.getpwuid(os.geteuid()).pw_name
+    try:
+        pwd.getpwnam(name)
+    except KeyError as error:
+        raise ConfigError(
+            f"--run-as {name}: no such user; `useradd --system {shlex.quote(name)}` makes one"
+        ) from error
+    if unit_folder is None and os.geteuid() != 0:
+        raise ConfigError("only root may install for the machine: use sudo, or --user for yourself")
+    return Place(unit_folder or SYSTEM_UNITS, starts, False, name)
+
+
+def service_name(name: str) -> str:
+    """``name``, checked.
+
+    Raises:
+        ConfigError: it is no name of a unit.
+    """
+    plain = name.removesuffix(".service")
+    if not is_name(plain):
+        raise ConfigError(f"--service {name!r}: must be {NAME_RULE}")
+    return plain
+
+
+def farflow_argv(*arguments: str) -> tuple[str, ...]:
+    """This installation's ``farflow`` with arguments; ``-P`` as a folder's files are no modules."""
+    return (sys.executable, "-P", "-m", "farflow", *arguments)
+
+
+def install(service: Service, place: Place) -> list[str]:
+    """Write the unit and start it; returns what was done, a line each.
+
+    Raises:
+        ConfigError: as ``unit_text``.
+        StoreError: the folder cannot be written.
+        ProcessFailed: systemd refused; says what it said.
+    """
+    path = place.folder / f"{service.name}.service"
+    text = unit_text(service, systemd_version())
+    for folder, mode in ((place.folder, 0o755), *((each, 0o700) for each in service.writable)):
+        with store_errors("create", folder):
+            folder.mkdir(mode, parents=True, exist_ok=True)
+    give(service.writable, place.run_as)
+    unit = f"{service.name}.service"
+    unchanged = path.exists() and path.read_text(encoding="utf-8") == text
+    if not unchanged:
+        atomic_write(path, text.encode())
+    lines = [f"{'unchanged' if unchanged else 'wrote'}: {path}"]
+    if not place.starts:
+        lines.append("not started: systemd does not run here, or a folder was named; by hand:")
+        lines.append(f"  {shlex.join(service.argv)}")
+        return lines
+    _systemctl(place, "daemon-reload")
+    _systemctl(place, "enable", unit)
+    _systemctl(place, "restart", unit, within_s=service.stop_s + SLACK_S)
+    user = " --user" if place.user_units else ""
+    lines.append(f"started: systemctl{user} status {unit}; journalctl{user} -u {unit} -f")
+    if place.user_units:
+        lines.append("it ends when you log out, unless: loginctl enable-linger")
+    return lines
+
+
+def uninstall(name: str, place: Place, stop_s: float) -> list[str]:
+    """Stop the daemon, within ``stop_s``, and remove its unit; returns what was done.
+
+    Raises:
+        ConfigError: there is no such unit.
+        StoreError, ProcessFailed: as ``install``.
+    """
+    path = place.folder / f"{name}.service"
+    if not path.exists():
+        raise ConfigError(f"{path}: no such unit; name it with --service")
+    if place.starts:
+        _systemctl(place, "disable", "--now", path.name, within_s=stop_s + SLACK_S)
+    with store_errors("remove", path):
+        path.unlink()
+    if place.starts:
+        _systemctl(place, "daemon-reload")
+    return [f"removed: {path}; the folders of the daemon are left as they are"]
+
+
+def systemd_version() -> int:
+    """Of the systemd that is installed here; one without news where there is none to ask."""
+    program = shutil.which("systemctl")
+    if program is None:
+        return STEPS_SINCE - 1
+    try:
+        said = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=_ASK_S, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return STEPS_SINCE - 1
+    found = re.match(r"systemd (\d+)", said)
+    return int(found[1]) if found else STEPS_SINCE - 1
+
+
+def _systemctl(place: Place, *arguments: str, within_s: float = SLACK_S) -> None:
+    argv = ["systemctl", *(["--user"] if place.user_units else []), "--no-pager", *arguments]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=within_s, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ProcessFailed(f"{shlex.join(argv)}: {error}") from error
+    if done.returncode != 0:
+        raise ProcessFailed(f"{shlex.join(argv)}: {done.stderr.strip() or 'failed'}")
+
+
+def give(folders: Sequence[Path], name: str) -> None:
+    """Make ``folders`` and all below them the user ``name``'s, where root says so; of what is not
+    there yet, and for "", nothing.
+
+    Raises:
+        ConfigError: a folder so close to the root that it is certainly not a daemon's own.
+        StoreError: the disk refused.
+    """
+    if not name or os.geteuid() != 0 or (user := pwd.getpwnam(name)).pw_uid == 0:
+        return
+    for folder in folders:
+        if len(folder.resolve().parts) <= 2:
+            raise ConfigError(f"{folder}: too close to the root to be given to {name}")
+        with store_errors("give away", folder):
+            for where, _, files in os.walk(folder):
+                for path in (where, *(os.path.join(where, file) for file in files)):
+                    os.chown(path, user.pw_uid, user.pw_gid, follow_symlinks=False)
+
+
+def become(name: str) -> dict[str, Any]:
+    """Arguments with which ``subprocess`` runs a program as the user ``name``, where we are root;
+    as ourselves otherwise, and for ""."""
+    if not name or os.geteuid() != 0:
+        return {}
+    user = pwd.getpwnam(name)
+    groups = os.getgrouplist(name, user.pw_gid)
+    return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": groups}
