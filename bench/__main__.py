@@ -6,10 +6,12 @@ from pathlib import Path
 
 NAMES = (
     "bulk",
+    "data_algorithms",
     "delta",
     "fanout",
     "leases",
     "learning",
+    "learning_lag",
     "placement",
     "simulator_network",
     "simulator_scale",

@@ -24,7 +24,7 @@ NAMES: Final = {
     "held-out": "solver alone, greedy",
     "alone": "solver alone, drawn at temperature 1",
     "best-of-4": "best of four by the verifier",
-    "verdicts": "verifier, right and wrong answers half and half",
+    "verdicts": "verifier, greedy, half of the claims right",
 }
 COLOURS: Final = {
     "held-out": "tab:blue",

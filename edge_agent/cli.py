@@ -1,15 +1,19 @@
 """The command line of the agent daemon."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from transport.runtime.daemon_cli import EXIT_FAILED, Serve, daemon_command, foreseen_errors
-from transport.runtime.service_commands import place_options, uninstall_command
+from transport.runtime.service_commands import place_options, say_lines, uninstall_command
 
 if TYPE_CHECKING:
     from edge_agent.config import AgentConfig
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 
 
 @click.group("agent")
@@ -57,8 +61,13 @@ agent_group.add_command(
     "--deadline", metavar="DURATION", help="Time to finish, as 10min; agent.drain_s by default."
 )
 @click.option("--no-wait", is_flag=True, help="Return once the agent was told.")
+@_json
 def drain(
-    files: tuple[str, ...], overrides: tuple[str, ...], deadline: str | None, no_wait: bool
+    files: tuple[str, ...],
+    overrides: tuple[str, ...],
+    deadline: str | None,
+    no_wait: bool,
+    as_json: bool,
 ) -> None:
     """Let the agent that runs on this box finish or hand back what it holds, and leave.
 
@@ -75,14 +84,18 @@ def drain(
         table = load_config(AgentConfig, files, overrides).value.agent
         deadline_s = None if deadline is None else parse_duration_s(deadline, "--deadline")
         pid = ask_to_drain(Path(table.folder), deadline_s)
-    if no_wait:
-        click.echo(f"the agent (process {pid}) was told to drain")
-        return
     within_s = (table.drain_s if deadline_s is None else deadline_s) + CLOSING_S
-    if not wait_for_end(pid, within_s):
+    left = not no_wait and wait_for_end(pid, within_s)
+    if as_json:
+        click.echo(json.dumps({"process": pid, "left": left}))
+    elif no_wait:
+        click.echo(f"the agent (process {pid}) was told to drain")
+    elif left:
+        click.echo(f"the agent (process {pid}) has left")
+    else:
         click.echo(f"the agent (process {pid}) still runs after {within_s:g} s", err=True)
+    if not (no_wait or left):
         raise SystemExit(EXIT_FAILED)
-    click.echo(f"the agent (process {pid}) has left")
 
 
 @agent_group.command("enrol")
@@ -105,7 +118,8 @@ def drain(
     is_flag=True,
     help="Make another key in a folder that has one, as after `farflow keys revoke`.",
 )
-def enrol(token_file: str, folder: Path, name: str, new_key: bool) -> None:
+@_json
+def enrol(token_file: str, folder: Path, name: str, new_key: bool, as_json: bool) -> None:
     """Make a key for this box and let it in with a token.
 
     The key is made here and never leaves. Running it again goes on with an enrolment that was cut
@@ -134,6 +148,9 @@ def enrol(token_file: str, folder: Path, name: str, new_key: bool) -> None:
         folder = private_dir(folder.absolute())
         facts = asyncio.run(run())
         path = write_config(folder, facts)
+    if as_json:
+        click.echo(json.dumps({"name": facts.name, "host": facts.host, "config": str(path)}))
+        return
     click.echo(f"enrolled as {facts.name} with {facts.host}")
     click.echo(f"start it with: farflow agent run --config {path}")
 
@@ -162,7 +179,6 @@ def doctor(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) ->
     is, 78 the configuration does not load.
     """
     import asyncio
-    import json
 
     from edge_agent.config import AgentConfig
     from edge_agent.doctor import Doctor, Finding, first_wrong
@@ -213,6 +229,7 @@ def doctor(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) ->
 @click.option("--device", default="", metavar="DEVICE", help="Likewise: agent.device.")
 @click.option("--slots", type=int, metavar="N", help="Likewise: agent.slots.")
 @place_options("agent")
+@_json
 def install(
     token_file: str | None,
     folder: Path | None,
@@ -224,6 +241,7 @@ def install(
     run_as: str,
     service: str,
     unit_folder: Path | None,
+    as_json: bool,
 ) -> None:
     """Make this box an agent that systemd keeps running: enrol, configure, check, start.
 
@@ -247,8 +265,7 @@ def install(
             name=name,
             settings={key: value for key, value in wanted.items() if value},
         )
-    for line in lines:
-        click.echo(line)
+    say_lines(lines, as_json=as_json, healthy=healthy)
     raise SystemExit(0 if healthy else EXIT_FAILED)
 
 

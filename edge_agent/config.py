@@ -65,7 +65,8 @@ class ProgramTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[agent]``. ``slots`` is the number of concurrent sequences; ``local_models`` maps a
+    """``[agent]``. ``slots`` is the number of concurrent sequences (engine vllm: 0 is
+    what the KV caches have room for); ``local_models`` maps a
     policy's name or id to a folder that spares the download when its digest matches, and that a
     policy which is published as an adapter must have, as the model below it;
     ``decode_threads`` decode arriving weights (0: one a processor, at most four); every
@@ -83,7 +84,7 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     key: str = ""
     token_file: str = ""
     engine: Literal["vllm", "torch", "fake"] = "torch"
-    slots: Count = 64
+    slots: Annotated[int, Meta(ge=0, le=10**9)] = 64
     device: str = "cpu"
     threads: Count = 1
     hardware: str = ""

@@ -34,12 +34,29 @@ MakeEngine = Callable[[AgentConfig, Clock], Engine]
 
 
 def make_engine(config: AgentConfig, clock: Clock) -> Engine:
-    """The engine that ``[agent]`` names."""
+    """The engine that ``[agent]`` names.
+
+    Raises:
+        ConfigError: it is not installed, or cannot have so many slots.
+    """
     table = config.agent
+    if not table.slots and table.engine != "vllm":
+        raise ConfigError('agent.slots: 0 (what the cache has room for) is for engine "vllm" only')
     if table.engine == "fake":
         from edge_agent.engines.fake import FakeEngine
 
         return FakeEngine(table.slots, table.fake, clock=clock)
+    if table.engine == "vllm":
+        from edge_agent.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            table.slots,
+            table.vllm,
+            device=table.device,
+            threads=table.threads,
+            memory=Path(table.folder) / "vllm-room.json",
+            clock=clock,
+        )
     from edge_agent.engines.torch_engine import TorchEngine
 
     return TorchEngine(table.slots, table.device, table.threads, clock=clock)

@@ -4,7 +4,8 @@ What always holds: probes run in the order in which each needs the ones before i
 probe that failed is skipped, so that the first thing named is the cause; each probe is bounded in
 time; nothing that an agent of the same key does meanwhile is disturbed: the doctor says no hello.
 
-    keys, disk, DNS, TCP per port, CURVE and authorisation, protocol, clock, GPU, engine, sandbox
+    keys, disk, DNS, TCP per port, CURVE and authorisation, protocol, clock, GPU, engine, memory,
+    models, sandbox
 """
 
 import asyncio
@@ -14,11 +15,13 @@ import socket
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from edge_agent.config import AgentConfig
 from edge_agent.daemon import load_keys
+from edge_agent.engine_probes import Verdict, models_verdict, vllm_memory_verdict, vllm_verdict
 from edge_agent.enrol import (
     enrolled,
     enrolled_transport,
@@ -100,6 +103,8 @@ class Doctor:
             ("clock", ("protocol",), self._clock_offset),
             ("gpu", (), self._gpu),
             ("engine", (), self._engine),
+            ("memory", ("gpu",), self._memory),
+            ("models", (), self._models),
             ("sandbox", (), self._sandbox),
         ]
         findings: list[Finding] = []
@@ -318,6 +323,8 @@ class Doctor:
         table = self._config.agent
         if table.engine == "fake":
             return "fake, for tests: it generates nothing of worth"
+        if table.engine == "vllm":
+            return _found(await vllm_verdict(table, partial(_call, ENGINE_S)))
         code = (
             "import torch, transformers;"
             "print(torch.__version__, transformers.__version__, torch.cuda.is_available())"
@@ -336,6 +343,15 @@ class Doctor:
             )
         return f"torch {torch}, transformers {transformers}"
 
+    async def _memory(self) -> str:
+        table = self._config.agent
+        if table.engine != "vllm":
+            return f"not needed (agent.engine = {table.engine!r})"
+        return _found(await vllm_memory_verdict(table, partial(_call, GPU_S)))
+
+    async def _models(self) -> str:
+        return _found(await asyncio.to_thread(models_verdict, self._config.agent))
+
     async def _sandbox(self) -> str:
         found = await probe_sandbox()
         if found.why:
@@ -345,6 +361,12 @@ class Doctor:
                 warning=True,
             )
         return "a program ran, without network"
+
+
+def _found(verdict: Verdict) -> str:
+    if verdict.remedy:
+        raise _Wrong(*verdict)
+    return verdict.text
 
 
 def first_wrong(findings: list[Finding]) -> Finding | None:

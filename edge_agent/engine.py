@@ -69,7 +69,7 @@ def refuse_adapter(policy: str, base: Path | None) -> None:
     if base is not None:
         raise ModelError(
             f"{policy} is published as an adapter, which this engine does not take; set"
-            f' agent.engine = "torch", or lora.publish = "merged" in the policy\'s settings'
+            ' agent.engine = "torch", or lora.publish = "merged" for the policy'
         )
 
 
@@ -112,6 +112,9 @@ class Engine(Protocol):
     when_freed: Callable[[], None] | None
     """Called on the event loop whenever sequences have left the engine; the agent sets it before
     ``start``. It must not block."""
+    when_lost: Callable[[str], None] | None
+    """Called likewise with a policy that is loaded no more although nobody unloaded it: what
+    generated for it died. It can be loaded again."""
 
     async def start(self) -> None: ...
 

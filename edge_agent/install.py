@@ -100,16 +100,24 @@ def default_folder(user_units: bool) -> Path:
 def _doctor(file: Path, place: Place, environment: Mapping[str, str]) -> tuple[list[str], bool]:
     """What the doctor says of ``file``, and whether all is well. It runs as the daemon will: as
     that user, who may be kept from this installation, with its environment."""
-    done = subprocess.run(
-        farflow_argv("agent", "doctor", "--config", str(file)),
-        cwd=file.parent,
-        env={"PATH": os.environ.get("PATH", os.defpath), **environment},
-        capture_output=True,
-        text=True,
-        timeout=DOCTOR_S,
-        check=False,
-        **become(place.run_as),
-    )
+    argv = farflow_argv("agent", "doctor", "--config", str(file))
+    try:
+        done = subprocess.run(
+            argv,
+            cwd=file.parent,
+            env={"PATH": os.environ.get("PATH", os.defpath), **environment},
+            capture_output=True,
+            text=True,
+            timeout=DOCTOR_S,
+            check=False,
+            **become(place.run_as),
+        )
+    except OSError as error:
+        who = place.run_as or "you"
+        remedy = f"install farflow where {who} may read it, or choose another --run-as"
+        return [f"wrong    start             {argv[0]}: {error.strerror}; {remedy}"], False
+    except subprocess.TimeoutExpired:
+        return [f"wrong    doctor            no end within {DOCTOR_S:g} s; run it by hand"], False
     return (done.stdout + done.stderr).splitlines(), done.returncode == 0
 
 

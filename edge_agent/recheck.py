@@ -6,7 +6,7 @@ offer names, or one whose responses cannot be read off its tokens, is refused.
 """
 
 import asyncio
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import msgspec
 
@@ -16,6 +16,10 @@ from edge_agent.turns import Keeper
 from transport.errors import FarflowError
 from transport.messages import LeaseOffer
 from transport.trajectory import SequenceRecord, TrajectoryGroup, body_digest, unpack
+
+TRIES: Final = 3
+AGAIN_S: Final = 1.0
+"""The log may hear of the recheck a moment after us."""
 
 
 class NotRechecked(FarflowError):
@@ -35,9 +39,7 @@ async def rechecked(
         GenerationFailed: the engine does not host the policy.
         RewardError: a response could not be scored.
     """
-    data = None if keeper is None else await keeper.fetch(offer.recheck)
-    if data is None:
-        raise NotRechecked(f"the trajectory log has no body {offer.recheck[:12]}")
+    data = await _fetched(offer.recheck, keeper)
     group = await asyncio.to_thread(_unpacked, offer, data)
     (item,) = offer.items
     pairs = [(item, _response(group, sequence, engine)) for sequence in group.sequences]
@@ -47,6 +49,16 @@ async def rechecked(
         for sequence, reward in zip(group.sequences, found, strict=True)
     )
     return msgspec.structs.replace(group, job=offer.job, attempt=offer.attempt, sequences=sequences)
+
+
+async def _fetched(digest: str, keeper: Keeper | None) -> bytes:
+    for number in range(TRIES):
+        if number:
+            await asyncio.sleep(AGAIN_S)
+        data = None if keeper is None else await keeper.fetch(digest)
+        if data is not None:
+            return data
+    raise NotRechecked(f"the trajectory log has no body {digest[:12]}")
 
 
 def _unpacked(offer: LeaseOffer, data: bytes) -> TrajectoryGroup:

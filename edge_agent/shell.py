@@ -45,6 +45,7 @@ from edge_agent.core.events import (
     LinkDown,
     LinkUp,
     Measured,
+    PolicyLost,
     SendFailed,
     Tick,
 )
@@ -96,12 +97,12 @@ and going."""
 
 
 def core_settings(
-    config: AgentConfig, workflows: Mapping[str, Workflow], *, takes_adapters: bool
+    config: AgentConfig, workflows: Mapping[str, Workflow], *, slots: int, takes_adapters: bool
 ) -> AgentSettings:
     """The core's view of ``[agent]`` and of what this installation can do."""
     table = config.agent
     return AgentSettings(
-        slots=table.slots,
+        slots=slots,
         hardware=table.hardware or f"{platform.machine()} {table.device}",
         engine=table.engine,
         workflows={name: workflow.fingerprint for name, workflow in workflows.items()},
@@ -139,7 +140,9 @@ class AgentShell:
         workflows = {name: load_workflow(name) for name in (*SHIPPED, *config.agent.workflows)}
         workflows |= offered_programs(config.agent.programs)
         self.core = AgentCore(
-            core_settings(config, workflows, takes_adapters=engine.takes_adapters),
+            core_settings(
+                config, workflows, slots=engine.slots, takes_adapters=engine.takes_adapters
+            ),
             incarnation=home.incarnation,
             build=_build(),
             rng=random.Random(),  # noqa: S311 - spreads retries
@@ -182,6 +185,7 @@ class AgentShell:
         self._timer: asyncio.TimerHandle | None = None
         self._looking = False
         engine.when_freed = self._sequences_ended
+        engine.when_lost = lambda policy: self.feed(PolicyLost(policy=policy))
         self._gpus = GpuWatch()
         self._tasks: asyncio.TaskGroup | None = None
         self._outcome: asyncio.Future[Exit] | None = None

@@ -128,7 +128,7 @@ def logs(
 
     from farflow.view import printable
 
-    for line in with_operator(files, overrides, key, action).lines:
+    for line in with_operator(files, overrides, key, action, subject=agent).lines:
         click.echo(line if as_json else printable(line))
 
 
@@ -146,5 +146,5 @@ def _order(
     async def action(operator: "Operator") -> str:
         return await operator.order(agent, order, deadline_s=deadline_s, reason=reason)
 
-    said = with_operator(files, overrides, key, action)
+    said = with_operator(files, overrides, key, action, subject=agent)
     say_done(agent, order, said, as_json=as_json)

@@ -1,6 +1,6 @@
 """The ``farflow`` command.
 
-Exit status: 0 done, 1 failed, 2 wrong usage, 78 wrong configuration, 130 interrupted twice.
+Exit status: 0 done, 1 failed or refused, 2 wrong usage, 78 wrong configuration, 130 interrupted.
 """
 
 import sys
@@ -11,6 +11,7 @@ from farflow.lazy import LazyGroup
 from transport.runtime.daemon_cli import foreseen_errors
 from transport.runtime.origin import verify_origin
 
+PROGRAM = "farflow"
 _COMMANDS = {
     "init": ("farflow.init_command:init", "Write the file and keys of a new deployment."),
     "up": ("farflow.commands:up", "Run scheduler, agents and trainer of one file on this machine."),
@@ -39,7 +40,9 @@ _COMMANDS = {
         "farflow.weights_commands:weights_group",
         "List, show, compare, verify and export weight versions.",
     ),
+    "gc": ("farflow.gc:gc", "Remove what is old: run folders, records, event logs."),
     "wire": ("farflow.commands:wire_group", "Look at recorded messages."),
+    "completion": ("farflow.completion:completion", "Print the completion script of a shell."),
     "doctor": ("farflow.commands:doctor", "Check this installation."),
     "scheduler": ("scheduler.cli:scheduler_group", "The rollout scheduler daemon."),
     "agent": ("edge_agent.cli:agent_group", "The edge agent."),
@@ -60,7 +63,7 @@ def main() -> None:
     verify_origin()
     try:
         with foreseen_errors("farflow"):
-            cli(standalone_mode=False)
+            cli(prog_name=PROGRAM, standalone_mode=False)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except click.Abort:

@@ -184,7 +184,7 @@ def _command(verb: Literal["pause", "resume", "stop", "abandon"], text: str) -> 
         async def say(operator: "Operator") -> str:
             return await operator.command(run, verb)
 
-        said = with_operator(files, overrides, key, say)
+        said = with_operator(files, overrides, key, say, subject=run)
         say_done(run, verb, said, as_json=as_json)
 
 
@@ -202,20 +202,27 @@ def config_group() -> None:
 @config_group.command("check")
 @click.argument("file", type=FILE)
 @set_option
-def config_check(file: Path, overrides: tuple[str, ...]) -> None:
+@json_option
+def config_check(file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check every table of FILE without starting anything."""
-    _resolve(file, overrides)
-    click.echo(f"{file}: ok")
+    values, _ = _resolve(file, overrides)
+    facts = {"file": str(file), "valid": True, "settings": len(values)}
+    click.echo(json.dumps(facts) if as_json else f"{file}: ok")
 
 
 @config_group.command("show")
 @click.argument("file", type=FILE)
 @set_option
-def config_show(file: Path, overrides: tuple[str, ...]) -> None:
+@json_option
+def config_show(file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print every value of FILE, defaults included, and where it comes from."""
     values, origins = _resolve(file, overrides)
     for key, value in values:
-        click.echo(f"{key} = {json.dumps(value)}  # {origins.get(key, 'default')}")
+        origin = origins.get(key, "default")
+        if as_json:
+            click.echo(json.dumps({"key": key, "value": value, "origin": origin}))
+        else:
+            click.echo(f"{key} = {json.dumps(value)}  # {origin}")
 
 
 @config_group.command("reference")
@@ -253,13 +260,13 @@ def _checked(file: Path, data: dict[str, Any]) -> list[tuple[str, Any]]:
 
     from cloud_trainer.config import TrainerConfig
     from edge_agent.config import AgentConfig
+    from farflow.deployment import DeploymentConfig
     from farflow.run_file import RUN_TABLES, RunTables, run_spec
     from farflow.up_config import UpConfig, check_workflow, up_config
-    from scheduler.config import SchedulerConfig
     from transport.relay_config import RelayConfig
     from transport.runtime.config import convert
 
-    kinds: list[type[msgspec.Struct]] = [SchedulerConfig, AgentConfig, TrainerConfig, RelayConfig]
+    kinds: list[type[msgspec.Struct]] = [DeploymentConfig, AgentConfig, TrainerConfig, RelayConfig]
     spec = None
     if any(name in data for name in RUN_TABLES):
         spec = run_spec(data, file.resolve().parent)
@@ -301,11 +308,19 @@ def wire_decode(file: Path) -> None:
 
 
 @click.command()
-def doctor() -> None:
+@json_option
+def doctor(as_json: bool) -> None:
     """Check this installation: packages, their origin, optional parts."""
     from farflow.doctor import report
 
     lines, healthy = report()
-    for line in lines:
-        click.echo(line)
+    if as_json:
+        about, *found = lines
+        states = [
+            dict(zip(("state", "text"), line.split(maxsplit=1), strict=True)) for line in found
+        ]
+        click.echo(json.dumps({"healthy": healthy, "about": about, "findings": states}))
+    else:
+        for line in lines:
+            click.echo(line)
     sys.exit(0 if healthy else 1)

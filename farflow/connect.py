@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from farflow.lazy import did_you_mean
 from transport.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from farflow.client import Client
     from scheduler.operator import Operator
     from transport.runtime.settings import TransportConfig
+    from transport.status import SchedulerStatus
 
 T = TypeVar("T")
 
@@ -24,21 +26,30 @@ def with_operator(
     overrides: tuple[str, ...],
     key: Path | None,
     action: "Callable[[Operator], Awaitable[T]]",
+    *,
+    subject: str = "",
 ) -> T:
-    """What ``action`` returns, given a connection with an operator's key.
+    """What ``action`` returns, given a connection with an operator's key. ``subject`` is what it
+    asks about: a scheduler that does not know it is asked what there is that is spelt like it.
 
     Raises:
         ConfigError: settings or key are wrong.
         RequestRefused, PeerUnreachable: as ``Operator``.
     """
-    from scheduler.operator import Operator
+    from scheduler.operator import Operator, RequestRefused
 
     transport = _transport(files, overrides)
     path = _key_path(transport, key, "operator")
 
     async def run() -> T:
         async with Operator(transport, path) as operator:
-            return await action(operator)
+            try:
+                return await action(operator)
+            except RequestRefused as error:
+                if not subject or not str(error).partition(":")[0].endswith(".unknown"):
+                    raise
+                near = did_you_mean(subject, names_of(await operator.status()))
+                raise RequestRefused(f"{error};{near}" if near else str(error)) from error
 
     return asyncio.run(run())
 
@@ -60,6 +71,14 @@ def with_client(
             return await action(client)
 
     return asyncio.run(run())
+
+
+def names_of(status: "SchedulerStatus") -> list[str]:
+    """Everything that a scheduler's status names: runs, policies, agents."""
+    names = [agent.name for agent in status.agents]
+    for run in status.runs:
+        names += [run.name, *(policy.policy for policy in run.policies)]
+    return names
 
 
 def _transport(files: tuple[Path, ...], overrides: tuple[str, ...]) -> "TransportConfig":

@@ -59,11 +59,11 @@ def init(folder: Path, host: str, trainers: tuple[str, ...], as_json: bool) -> N
 
 def deployment_text(folder: Path, host: str) -> str:
     """The file of a deployment in ``folder`` whose agents reach it as ``host``."""
-    from scheduler.config import SchedulerConfig
+    from farflow.deployment import DeploymentConfig
     from transport.runtime.config_text import commented_toml
 
     return commented_toml(
-        SchedulerConfig,
+        DeploymentConfig,
         _HEAD.format(name=FILE_NAME),
         {
             "transport": {"host": _listen(host), "keys": str(folder / "keys")},

@@ -40,7 +40,7 @@ def explain(
     async def action(operator: "Operator") -> "Explanation":
         return await operator.explain(subject)
 
-    found = with_operator(files, overrides, key, action)
+    found = with_operator(files, overrides, key, action, subject=subject)
     if as_json:
         click.echo(msgspec.json.encode(found))
     else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from farflow.connect import with_client, with_operator
-from farflow.options import FILE, as_operator, as_submitter, duration, json_option
+from farflow.options import FILE, as_operator, as_submitter, duration, json_option, say_done
 from farflow.words import counted
 from transport.errors import StoreError
 
@@ -328,12 +328,14 @@ def dead_show(
 @click.argument("jobs", metavar="[JOB]...", nargs=-1)
 @click.option("--run", default="", metavar="RUN", help="All dead letters of RUN.")
 @as_operator
+@json_option
 def dead_replay(
     jobs: tuple[str, ...],
     run: str,
     files: tuple[Path, ...],
     overrides: tuple[str, ...],
     key: Path | None,
+    as_json: bool,
 ) -> None:
     """Queue dead letters again: these JOBs, or all of a run."""
     if bool(jobs) == bool(run):
@@ -342,4 +344,8 @@ def dead_replay(
     async def action(operator: "Operator") -> str:
         return await operator.replay(jobs, run=run)
 
-    click.echo(with_operator(files, overrides, key, action) or "queued again")
+    said = with_operator(files, overrides, key, action, subject=run)
+    if as_json:
+        say_done(run or " ".join(jobs), "replay", said, as_json=True)
+    else:
+        click.echo(said or "queued again")

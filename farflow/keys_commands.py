@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from farflow.options import config_option, set_option
+from farflow.options import config_option, json_option, set_option
 from transport.errors import ConfigError
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -33,12 +33,14 @@ def keys_group() -> None:
     show_default=True,
 )
 @click.option("--relay", "relays", multiple=True, metavar="NAME", help="May repeat.")
+@json_option
 def keys_create(
     folder: Path,
     agents: tuple[str, ...],
     trainers: tuple[str, ...],
     operators: tuple[str, ...],
     relays: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Make the missing keys of a deployment in FOLDER; existing ones are kept.
 
@@ -50,7 +52,7 @@ def keys_create(
     from transport.keys import create_keys
 
     create_keys(folder, agents=agents, trainers=trainers, operators=operators, relays=relays)
-    click.echo(f"keys in {folder}")
+    click.echo(json.dumps({"keys": str(folder)}) if as_json else f"keys in {folder}")
 
 
 @keys_group.command("add")
@@ -58,8 +60,13 @@ def keys_create(
 @click.option("--role", type=click.Choice(list(_ADDED)), required=True)
 @config_option
 @set_option
+@json_option
 def keys_add(
-    names: tuple[str, ...], role: str, files: tuple[Path, ...], overrides: tuple[str, ...]
+    names: tuple[str, ...],
+    role: str,
+    files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Make a key for each NAME in transport.keys; the scheduler lets it in within a second."""
     from transport.keys import create_keys
@@ -68,7 +75,9 @@ def keys_add(
     wanted: dict[str, Any] = {"operators": (), _ADDED[role]: names}
     create_keys(folder, **wanted)
     for name in names:
-        click.echo(folder / f"{name}.toml")
+        file = folder / f"{name}.toml"
+        facts = {"name": name, "role": role, "file": str(file)}
+        click.echo(json.dumps(facts) if as_json else file)
 
 
 @keys_group.command("ls")
@@ -107,7 +116,10 @@ def keys_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) 
 @click.argument("name")
 @config_option
 @set_option
-def keys_revoke(name: str, files: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
+@json_option
+def keys_revoke(
+    name: str, files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool
+) -> None:
     """Refuse the key of NAME from now on and close its connections, within about a second.
 
     Its public half moves to revoked/, and no token lets it in again. Its name may be given to a new
@@ -116,6 +128,10 @@ def keys_revoke(name: str, files: tuple[Path, ...], overrides: tuple[str, ...]) 
     from scheduler.tokens import revoke_key
 
     public = revoke_key(_existing(files, overrides), name)
+    if as_json:
+        facts = {"name": name, "role": public.role.value, "policy": public.policy}
+        click.echo(json.dumps({**facts, "state": "revoked"}))
+        return
     click.echo(f"{public.role.value} {name}: revoked")
     if public.policy is not None:
         click.echo(
@@ -130,8 +146,14 @@ def keys_revoke(name: str, files: tuple[Path, ...], overrides: tuple[str, ...]) 
 @click.option("--finish", is_flag=True, help="Make the next key the present one.")
 @click.option("--abandon", is_flag=True, help="Forget the next key.")
 @click.option("--status", is_flag=True, help="Say how many connected agents know the next key.")
+@json_option
 def keys_rotate_server(
-    files: tuple[Path, ...], overrides: tuple[str, ...], finish: bool, abandon: bool, status: bool
+    files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    finish: bool,
+    abandon: bool,
+    status: bool,
+    as_json: bool,
 ) -> None:
     """Change the server's key, in two steps with time in between.
 
@@ -145,18 +167,20 @@ def keys_rotate_server(
     if finish + abandon + status > 1:
         raise click.UsageError("one of --finish, --abandon and --status")
     folder = _existing(files, overrides)
+    key: str | None = None
     if status:
-        click.echo(_rotation(folder, files, overrides))
+        said = _rotation(folder, files, overrides)
     elif finish:
         key = finish_rotation(folder)
-        click.echo(f"server key is {key}; restart the scheduler now")
+        said = f"server key is {key}; restart the scheduler now"
     elif abandon:
         abandon_rotation(folder)
-        click.echo("the next key is forgotten")
+        said = "the next key is forgotten"
     else:
         key = begin_rotation(folder)
-        click.echo(f"next server key is {key}; agents that are connected learn it within seconds")
-        click.echo("later: farflow keys rotate-server --finish, and restart the scheduler")
+        said = f"next server key is {key}; agents that are connected learn it within seconds"
+        said += "\nlater: farflow keys rotate-server --finish, and restart the scheduler"
+    click.echo(json.dumps({"server_key": key, "message": said}) if as_json else said)
 
 
 def _rotation(folder: Path, files: tuple[Path, ...], overrides: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ import structlog
 
 from farflow.local_argv import FARFLOW, PLANES, CommandLines
 from farflow.run_folder import RunFolder
-from farflow.up_config import LocalAgent, UpConfig
+from farflow.up_config import ANY_PORT, LocalAgent, UpConfig
 from transport.errors import ConfigError, FarflowError, ProcessFailed
 from transport.ids import policy_id
 from transport.keys import create_keys
@@ -87,7 +87,8 @@ class LocalDeployment:
         self.up = up
         self.agents = agents
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._argv = CommandLines(folder, overrides, spec)
+        http_port = ANY_PORT.port if up.http == ANY_PORT else None
+        self._argv = CommandLines(folder, overrides, spec, http_port)
         self._kept: dict[str, _Kept] = {}
         self._ports: dict[str, int] = {}
         self._restart = restart
@@ -114,6 +115,13 @@ class LocalDeployment:
     @property
     def operator_key(self) -> Path:
         return self.folder.keys / "operator.toml"
+
+    def dashboard(self) -> str:
+        """The dashboard's address, "" while it is not there."""
+        try:
+            return (self.folder.gateway / "address").read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
 
     async def start(self) -> None:
         """Start everything; returns when scheduler and links are ready.

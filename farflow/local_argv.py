@@ -20,15 +20,26 @@ FARFLOW: Final = (sys.executable, "-m", "farflow")
 
 
 class CommandLines:
-    """For one run folder; ``ports`` are by plane."""
+    """For one run folder; ``ports`` are by plane. ``http_port`` is the dashboard's, None for what
+    the file says."""
 
-    def __init__(self, folder: RunFolder, overrides: tuple[str, ...], spec: RunSpec) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        overrides: tuple[str, ...],
+        spec: RunSpec,
+        http_port: int | None = None,
+    ) -> None:
         self._folder = folder
+        self._http_port = http_port
         self._overrides = overrides
         self._spec = spec
 
     def scheduler(self, ports: Mapping[str, int]) -> list[str]:
-        return self._daemon("scheduler", {"scheduler.folder": str(self._folder.scheduler)}, ports)
+        own: dict[str, Any] = {"scheduler.folder": str(self._folder.scheduler)}
+        if self._http_port is not None:
+            own["http.port"] = self._http_port
+        return self._daemon("scheduler", own, ports)
 
     def trainer(self, name: str, ports: Mapping[str, int]) -> list[str]:
         """``name`` is a policy's."""

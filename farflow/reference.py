@@ -12,6 +12,7 @@ from cloud_trainer.lora_table import LoraTable
 from cloud_trainer.numpy_trainer import NumpySettings
 from cloud_trainer.torch_settings import TorchSettings
 from edge_agent.config import AgentTable, FakeEngineTable, ProgramTable
+from farflow.deployment import RetentionTable
 from farflow.run_file import RunTable
 from farflow.up_config import LocalTable
 from scheduler.autoscaler import AutoscalerTable
@@ -45,6 +46,7 @@ DEPLOYMENT: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("relay", RelayTable),
     ("log", LogConfig),
     ("local", LocalTable),
+    ("retention", RetentionTable),
 )
 RUN: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("run", RunTable),

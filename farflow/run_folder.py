@@ -32,6 +32,7 @@ class RunFolder:
         self.state = self.path / "state"
         self.keys = self.state / "keys"
         self.scheduler = self.state / "scheduler"
+        self.gateway = self.scheduler / "gateway"
 
     def agent(self, name: str) -> Path:
         return self.state / "agents" / name

@@ -1,12 +1,15 @@
 """``farflow token``: tokens that let new agents in. Run where the deployment's keys are."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import click
 
-from farflow.options import config_option, set_option
+from farflow.http_token_commands import http_group
+from farflow.options import config_option, json_option, set_option
 from transport.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,11 +20,14 @@ _ANYWHERE = ("", "*", "0.0.0.0", "::")  # noqa: S104 - compared, not listened on
 
 @click.group("token")
 def token_group() -> None:
-    """Create, list and revoke enrolment tokens.
+    """Create, list and revoke enrolment tokens, and those of the HTTP interface.
 
     A token lets an agent in that makes its own key. The scheduler listens for enrolments, on
     transport.enrolment_port, only while some token is open.
     """
+
+
+token_group.add_command(http_group)
 
 
 @token_group.command("create")
@@ -56,6 +62,7 @@ def token_group() -> None:
     metavar="FILE",
     help="Write the token here (mode 0600) instead of to standard output.",
 )
+@json_option
 def token_create(
     files: tuple[Path, ...],
     overrides: tuple[str, ...],
@@ -65,6 +72,7 @@ def token_create(
     name_prefix: str,
     host: str | None,
     out: Path | None,
+    as_json: bool,
 ) -> None:
     """Make a token. Its secret is shown once and kept nowhere."""
     from scheduler.tokens import TokenStore
@@ -100,11 +108,39 @@ def token_create(
         )
     except ValueError as error:
         raise ConfigError(f"--host: {error}") from error
+    if out is not None:
+        write_new(out, file.text(), mode=0o600)
+    on_box = [] if out is None else install_lines(config, where, out)
+    if as_json:
+        facts = {
+            "install": on_box,
+            "id": token.id,
+            "uses": uses,
+            "lifetime_s": lifetime_s,
+            "host": where,
+        }
+        told = {"token": file.text()} if out is None else {"file": str(out)}
+        click.echo(json.dumps({**facts, "port": port, **told}))
+        return
     if out is None:
         click.echo(file.text(), nl=False)
-    else:
-        write_new(out, file.text(), mode=0o600)
     click.echo(f"token {token.id}: {uses} use(s), {lifetime}, {where}:{port}", err=True)
+    for line in on_box:
+        click.echo(f"on the box: {line}", err=True)
+
+
+def install_lines(config: "SchedulerConfig", host: str, token: Path) -> list[str]:
+    """What to type on a box that has the file ``token`` and reaches the scheduler as ``host``."""
+    from transport.plane_links import bracketed
+
+    lines = [f"farflow agent install --token-file {shlex.quote(token.name)}"]
+    http = config.http
+    if http.enabled and http.wheel and http.port:
+        scheme = "https" if http.certificate else "http"
+        name = quote(Path(http.wheel).name)
+        url = f"{scheme}://{bracketed(host)}:{http.port}/v1/wheel/{name}"
+        lines.insert(0, f"python3 -m pip install {url}")
+    return lines
 
 
 @token_group.command("ls")
@@ -148,12 +184,15 @@ def token_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool)
 @click.argument("id")
 @config_option
 @set_option
-def token_revoke(id: str, files: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
+@json_option
+def token_revoke(
+    id: str, files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool
+) -> None:
     """Let nobody in with token ID any more; agents that are in stay in."""
     from scheduler.tokens import TokenStore
 
     TokenStore(Path(_config(files, overrides).transport.keys)).revoke(id)
-    click.echo(f"token {id}: revoked")
+    click.echo(json.dumps({"id": id, "state": "revoked"}) if as_json else f"token {id}: revoked")
 
 
 def _config(files: tuple[Path, ...], overrides: tuple[str, ...]) -> "SchedulerConfig":

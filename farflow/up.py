@@ -185,6 +185,7 @@ async def _watch(
     watch = Watch(deployment.folder.scheduler_metrics(deployment.spec.name))
     settled_by: float | None = None
     said_agents = clock.monotonic_s()
+    said_dashboard = False
     live = Live(console=console, refresh_per_second=4, transient=True) if not plain else None
     async with Operator(deployment.transport(), deployment.operator_key) as operator:
         await operator.submit(deployment.spec)
@@ -198,6 +199,14 @@ async def _watch(
                     await asyncio.sleep(POLL_S)
                     continue
                 now = clock.monotonic_s()
+                if not said_dashboard and (address := deployment.dashboard()):
+                    said_dashboard = True
+                    console.print(
+                        dashboard_line(deployment.folder, address, secret=console.is_terminal),
+                        markup=False,
+                        highlight=False,
+                        soft_wrap=True,
+                    )
                 lines = watch.update(status, now)
                 if live is not None:
                     live.update(
@@ -221,6 +230,16 @@ async def _watch(
                     if now >= settled_by or settled(status, run, deployment):
                         return status
                 await asyncio.sleep(POLL_S)
+
+
+def dashboard_line(folder: RunFolder, address: str, *, secret: bool) -> str:
+    """Where the dashboard is; with the token in it only where a person reads it, since what else
+    reads our output may keep it."""
+    file = folder.gateway / "local-token"
+    if secret:
+        with contextlib.suppress(OSError):
+            return f"dashboard: {address}#token={file.read_text(encoding='ascii').strip()}"
+    return f"dashboard: {address} (token: {file})"
 
 
 def settled(status: SchedulerStatus, run: RunStatus, deployment: LocalDeployment) -> bool:

@@ -8,7 +8,7 @@ from msgspec import Meta
 from cloud_trainer.config import TrainerTable
 from edge_agent.config import AgentTable
 from edge_agent.workflow import SHIPPED
-from scheduler.config import SchedulerTable
+from scheduler.config import HttpTable, SchedulerTable
 from sim.link_profile import load_profiles, profile_from_table
 from transport.errors import ConfigError
 from transport.ids import NAME_RULE, is_name
@@ -38,12 +38,17 @@ class LocalAgent(msgspec.Struct, frozen=True, kw_only=True):
     join_after_s: Annotated[float, Meta(ge=0.0)] = 0.0
 
 
+ANY_PORT = HttpTable(port=0)
+"""Without a table ``[http]``: two runs on one machine have a dashboard each."""
+
+
 class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The tables of ``up`` that are not the run's."""
 
     local: LocalTable
     transport: TransportConfig = TransportConfig()
     scheduler: SchedulerTable = SchedulerTable()
+    http: HttpTable = ANY_PORT
     agent: AgentTable = AgentTable()
     trainer: TrainerTable = TrainerTable()
     links: dict[str, dict[str, Any]] = {}

@@ -100,7 +100,10 @@ class HttpTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ``host`` unless ``enabled`` is false; port 0 is any free one, which is remembered. Beyond this
     machine it is reached only with ``certificate`` (PEM, with its chain) and ``key`` (PEM,
     unencrypted). A token may ask ``requests_per_s`` times a second (twice as often for a moment);
-    a request's body has at most ``max_body_bytes``."""
+    a request's body has at most ``max_body_bytes``. ``open_metrics`` gives ``/metrics`` without a
+    token to this machine. ``site`` is where the scheduler stands on the dashboard's map, as in
+    agents' label ``site``. ``wheel`` is a file that it gives to boxes that install farflow, as
+    ``/v1/wheel/NAME``; it needs no token, as nothing in it is secret."""
 
     enabled: bool = True
     host: str = "127.0.0.1"
@@ -110,6 +113,9 @@ class HttpTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_connections: Annotated[int, Meta(ge=4, le=10_000)] = 256
     requests_per_s: Annotated[float, Meta(ge=0.1, le=1e5)] = 20.0
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**26)] = 2**20
+    open_metrics: bool = False
+    site: Annotated[str, Meta(max_length=64)] = ""
+    wheel: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that contradict each other."""
@@ -119,6 +125,11 @@ class HttpTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(
                 f"host = {self.host} is reached from other machines, and without TLS they would"
                 " send their tokens in the clear; set certificate and key, or host = 127.0.0.1"
+            )
+        if self.open_metrics and not _is_loopback(self.host):
+            raise ValueError(
+                f"open_metrics: with host = {self.host} anybody could read them; give the collector"
+                " a token of role viewer instead"
             )
 
 

@@ -6,7 +6,6 @@ is one line in the log.
 """
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import ssl
@@ -23,8 +22,10 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 FIRST_REQUEST_S: Final = 10.0
-"""A connection that has asked for nothing after so long is closed."""
+"""A connection that has asked for nothing after so long is closed, and so is one whose TLS is not
+agreed on."""
 KEEPALIVE_S: Final = 30.0
+BACKLOG: Final = 128
 STALLED_S: Final = 60.0
 """A reader that takes nothing for so long is cut off."""
 
@@ -145,28 +146,46 @@ class HttpListener:
             shutdown_timeout=1.0,
         )
         await runner.setup()
+        listener: asyncio.Server | None = None
         try:
             for port in ports:
-                site = web.TCPSite(runner, self._host, port, ssl_context=self._tls)
-                starting = asyncio.create_task(site.start())
-                try:
-                    await asyncio.shield(starting)
+                listener = await self._listen(runner.server, port, last=port == ports[-1])
+                if listener is not None:
+                    listening(int(listener.sockets[0].getsockname()[1]))
                     break
-                except asyncio.CancelledError:
-                    await asyncio.wait({starting})  # half started, its socket would stay open
-                    raise
-                except (OSError, OverflowError) as error:
-                    if port == ports[-1]:
-                        reason = getattr(error, "strerror", None) or error
-                        raise ConfigError(
-                            f"{self._setting}: {self._host}:{port}: {reason}; choose another port"
-                        ) from error
-                    with contextlib.suppress(RuntimeError):
-                        await site.stop()
-            listening(int(runner.addresses[0][1]))
             await asyncio.Event().wait()
         finally:
+            if listener is not None:
+                listener.close()
             await runner.cleanup()
+
+    async def _listen(self, server: "web.Server | None", port: int, *, last: bool) -> Any:
+        """None when the port is taken and is not the last to try; raises as ``run``."""
+        assert server is not None  # noqa: S101 - it was set up
+        starting = asyncio.ensure_future(
+            asyncio.get_running_loop().create_server(
+                server,
+                self._host,
+                port,
+                ssl=self._tls,
+                ssl_handshake_timeout=FIRST_REQUEST_S if self._tls else None,
+                backlog=BACKLOG,
+            )
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait({starting})  # half started, its socket would stay open
+            if not starting.cancelled() and starting.exception() is None:
+                starting.result().close()
+            raise
+        except (OSError, OverflowError) as error:
+            if not last:
+                return None
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"{self._setting}: {self._host}:{port}: {reason}; choose another port"
+            ) from error
 
     def heard(self, handler: Any) -> None:
         """``request.protocol`` of a request that came: its connection is not silent."""

@@ -3,9 +3,10 @@
 What always holds: of an attempt the newest durable turns are kept, and the scheduler is told of
 them after they are durable; they go when the attempt's result is here, when the scheduler releases
 them, after ``MAX_AGE_S``, or for newer ones when there are too many: of the same agent first, so
-that none takes the others' room; an agent gets turns, or the body of a result whose rewards it is
-to find again, by their digest, which only the scheduler's offer tells it. Turns are worth less than
-results: what cannot be kept is dropped, and its attempt begins anew where it must.
+that none takes the others' room; an agent gets turns by their digest, which only the scheduler's
+offer tells it, and never a result's body, but for those whose rewards other agents are to find
+again: of these the newest ``MAX_SHOWN``. All of this is worth less than results: what cannot be
+kept is dropped, and its attempt begins anew where it must.
 """
 
 import asyncio
@@ -49,6 +50,7 @@ MAX_PENDING_BYTES: Final = 64 * MIB
 """Received and not yet on disk."""
 MAX_AGE_S: Final = 3600.0
 MAX_OFFERED: Final = 8192
+MAX_SHOWN: Final = 1024
 MAX_REQUESTED: Final = 16
 ANNOUNCED_AT_ONCE: Final = 16
 LOOK_S: Final = 5.0
@@ -85,6 +87,7 @@ class Partials:
         self._clock = clock
         self._tell = tell
         self._results = results
+        self._shown: OrderedDict[str, None] = OrderedDict()
         self._disk = Worker("finished-turns")
         self._sender: FairSender[str | PartialAck] = FairSender(hub.send_frames, self._frames)
         self._intake = BodyIntake(
@@ -163,9 +166,16 @@ class Partials:
     def release(self, digests: Sequence[str]) -> None:
         """The scheduler needs none of these; those that are of something else are no concern."""
         for digest in digests:
+            self._shown.pop(digest, None)
             found = self._by_digest.get(digest)
             if found is not None:
                 self._drop(found)
+
+    def show(self, digests: Sequence[str]) -> None:
+        """Agents may have these results' bodies until they are released."""
+        self._shown.update(dict.fromkeys(digests))
+        while len(self._shown) > MAX_SHOWN:
+            self._shown.popitem(last=False)
 
     def announce_again(self) -> None:
         """The scheduler may have forgotten what it was told."""
@@ -318,9 +328,10 @@ class Partials:
         if not isinstance(answer, str):
             return encode(answer)
         key = self._by_digest.get(answer)
+        data = None
         if key is not None:
             data = await self._disk.run(self._files.read, self._kept[key][0])
-        else:
+        elif answer in self._shown:
             data = await self._results(answer)
         if data is None:
             self.counters["not_found"] += 1

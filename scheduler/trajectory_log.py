@@ -172,6 +172,7 @@ class TrajectoryLog:
             case SummariesAccepted():
                 self._to_accept += self._announcements.accepted(message.digests)
                 self._announcements.announce()
+                self._partials.show(message.rechecked)
             case BodiesReleased():
                 # What does not fit is released again by the scheduler.
                 for digest in message.digests[: MAX_RELEASES - len(self._to_release)]:

@@ -1,11 +1,20 @@
 """What every test leaves as it found it: a command under test may have set logging up for its own
 process, and that process is ours."""
 
+import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 import structlog
+
+# Daemons that tests start have no dashboard unless they ask for one: it costs a process each, and
+# they would all want one port.
+os.environ.setdefault("FARFLOW_HTTP__ENABLED", "false")
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore = ["vllm"]  # `make test-vllm` has a venv with it
 
 
 @pytest.fixture(autouse=True)

@@ -170,7 +170,8 @@ PERMISSIONS: dict[tuple[Role, Plane], frozenset[type[Message]]] = {
     # Whoever enrols has no role yet, only a token for that of an agent.
     (Role.AGENT, Plane.ENROLMENT): frozenset({EnrolRequest}),
     (Role.SCHEDULER, Plane.ENROLMENT): frozenset({EnrolReply, Refuse}),
-    # An agent only knows the digests that an offer told it (``scheduler.partials``).
+    # An agent's request is answered with finished turns, and with results that are rechecked
+    # (``scheduler.partials``).
     (Role.AGENT, Plane.TRAJECTORIES): frozenset(
         {TrajectoryPut, TrajectoryOffer, PartialPut, PartialOffer, Chunk, BodyRequest}
     ),

@@ -105,6 +105,12 @@ class StageFailed(Event, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class PolicyLost(Event, frozen=True, kw_only=True):
+    """What generated for a policy died, and its weights with it; the copy is on the disk."""
+
+    policy: str
+
+
 class WeightsSwapped(Event, frozen=True, kw_only=True):
     """The engine generates with the staged version and the copy is committed. ``rate_bytes_s`` and
     ``decode_cells_s`` are what this agent fetches and decodes in a second by now, 0 where that was

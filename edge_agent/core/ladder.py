@@ -223,6 +223,18 @@ class Ladder:
             return []
         return self._request(now)
 
+    def lost(self) -> list[Effect]:
+        """The engine holds the policy no more: open the copy again, which loads it."""
+        if self.version is None:
+            return []  # whatever is under way ends with loading it
+        effects: list[Effect] = []
+        if self.stage is Stage.FETCHING:
+            effects.append(CancelFetch(policy=self.policy, ticket=self._ticket))
+        self._ticket = next(self._tickets)
+        self._verifying, self._due_s = None, None
+        self.version, self.digest, self.target = None, "", None
+        return [*effects, *self.open()]
+
     def release(self) -> list[Effect]:
         """Nobody wants or uses the policy any more: drop the copy, the engine's weights and
         whatever is under way. A copy that is being dropped is dropped once more, for the engine's

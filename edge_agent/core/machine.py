@@ -272,6 +272,7 @@ class AgentCore:
                 self._journal.count("answer.of_another_life")
             case Welcome():
                 effects = self._session.welcomed(message, now)
+                self._weights.upto = message.upto
                 return effects + self._weights.host(message.policies, now)
             case HostedPolicies(policies=policies):
                 return self._weights.host(policies, now)
@@ -304,6 +305,8 @@ class AgentCore:
     def _replied(self, message: HeartbeatReply, now: float) -> list[Effect]:
         if not self._session.replied(message, now):
             self._journal.count("heartbeat.unknown_reply")
+        else:
+            self._weights.upto = message.upto
         effects: list[Effect] = []
         for name in message.unknown:
             effects += self._work.forget(name, "unknown to the scheduler")
@@ -345,7 +348,8 @@ class AgentCore:
         for ladder in self._weights:
             if ladder.expired(now) and not self._work.attempts.of_policy(ladder.policy):
                 effects += ladder.release()
-            effects += ladder.hold(self._work.attempts.bound(ladder.policy), now)
+            pinned = self._work.attempts.bound(ladder.policy)
+            effects += ladder.hold(self._weights.bound(ladder.policy, pinned), now)
             effects += ladder.advance(now)
         effects += self._work.outbox.advance(now)
         effects += self._session.silent(now)

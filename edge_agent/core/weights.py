@@ -10,6 +10,7 @@ from edge_agent.core.events import (
     CopyOpened,
     Event,
     PlanStaged,
+    PolicyLost,
     StageFailed,
     SwapFailed,
     VerifyFailed,
@@ -37,6 +38,8 @@ class Weights:
         self._tickets = count(1)
         self._speed = Speed()
         self._ladders: dict[str, Ladder] = {}
+        self.upto: dict[str, int] = {}
+        """Versions that the scheduler wants kept for now, by policy."""
 
     def __iter__(self) -> Iterator[Ladder]:
         return iter(tuple(self._ladders.values()))
@@ -64,6 +67,11 @@ class Weights:
                 )
                 effects += self._ladders[policy].open()
         return effects
+
+    def bound(self, policy: str, pinned: int | None) -> int | None:
+        """What a copy must not pass: what pinned work needs, and what the scheduler wants kept."""
+        bounds = (pinned, self.upto.get(policy))
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     def planned(self, plan: WeightsPlan) -> list[Effect]:
         ladder = self._ladders.get(plan.policy)
@@ -106,6 +114,11 @@ class Weights:
                 self._journal.count("weights.verify_failed")
                 self._journal.note(policy, f"verification failed: {code}: {detail}")
                 return [] if ladder is None else ladder.verify_failed(ticket)
+            case PolicyLost(policy=policy):
+                ladder = self._ladders.get(policy)
+                self._journal.count("weights.policy_lost")
+                self._journal.note(policy, "lost: the engine died")
+                return [] if ladder is None else ladder.lost()
             case CopyDiscarded(policy=policy):
                 return self._discarded(policy, now)
             case _:

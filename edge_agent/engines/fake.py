@@ -171,6 +171,7 @@ class FakeEngine:
         self.slots = slots
         self.takes_adapters = False
         self.when_freed: Callable[[], None] | None = None
+        self.when_lost: Callable[[str], None] | None = None
         self._table = table or FakeEngineTable()
         self._times = ServiceTimes(self._table)
         self._by_place = self._table.lengths_by == "place"

@@ -107,6 +107,7 @@ class TorchEngine:
         self.slots = slots
         self.takes_adapters = importlib.util.find_spec("peft") is not None
         self.when_freed: Callable[[], None] | None = None
+        self.when_lost: Callable[[str], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._device = device
         self._threads = threads

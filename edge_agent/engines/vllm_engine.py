@@ -12,11 +12,13 @@ What always holds:
 """
 
 import asyncio
+import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 
 from edge_agent.config import VllmTable
@@ -38,9 +40,11 @@ from transport.errors import (
     EngineError,
     GenerationFailed,
     ModelError,
+    StoreError,
     WeightApplyFailed,
 )
 from transport.runtime.clock import Clock, SystemClock
+from transport.runtime.files import atomic_write
 from transport.weights.patch import Patch
 from transport.weights.tensors import Cells, TensorBytes
 
@@ -50,6 +54,20 @@ BACKOFF_S: Final = 2.0
 BACKOFF_MAX_S: Final = 120.0
 STEADY_S: Final = 600.0
 """A process that lived so long has not crashed again and again."""
+
+
+class _Room(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written down at the end."""
+
+    sequences: int
+
+
+def _remembered(path: Path | None) -> int:
+    """0 when nothing (sound) is there."""
+    try:
+        return 0 if path is None else msgspec.json.decode(path.read_bytes(), type=_Room).sequences
+    except (OSError, msgspec.DecodeError):
+        return 0
 
 
 class _Hosted:
@@ -66,8 +84,8 @@ class _Hosted:
 
 class VllmEngine:
     """``Engine`` over vLLM. ``slots`` bounds the sequences of all policies together; 0: what the
-    caches have room for. ``slots`` of the engine is then that, or vLLM's own limit as long as
-    nothing is loaded.
+    caches have room for. What an agent says of itself is fixed when it starts, so ``slots`` is then
+    what an earlier life found, written to the file ``memory``; in the first one vLLM's own limit.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -80,6 +98,7 @@ class VllmEngine:
         *,
         device: str = "cpu",
         threads: int = 1,
+        memory: Path | None = None,
         clock: Clock | None = None,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
@@ -87,7 +106,8 @@ class VllmEngine:
                 "engine = \"vllm\": vLLM is not installed: pip install 'farflow[vllm]'"
             )
         environment(threads)
-        self.slots = slots or table.max_sequences
+        self._memory = memory if not slots else None
+        self.slots = slots or _remembered(self._memory) or table.max_sequences
         self.takes_adapters = False
         self.when_freed: Callable[[], None] | None = None
         self.when_lost: Callable[[str], None] | None = None
@@ -115,6 +135,7 @@ class VllmEngine:
         self._loop = None
         closed = GenerationFailed("the engine is closed")
         self._admission.refuse(closed)
+        await asyncio.to_thread(self._remember)
         for name in list(self._hosted):
             self._retire(name, closed)
         while self._ending:
@@ -197,13 +218,18 @@ class VllmEngine:
     async def load_policy(
         self, policy: str, folder: Path, version: int, base: Path | None = None
     ) -> None:
-        """See ``Engine.load_policy``. Sequences in flight of a policy that is loaded anew end with
-        the weights that they began with, and are waited for: there may be no room for both.
+        """See ``Engine.load_policy``. A policy whose model is loaded takes other weights in place,
+        its sequences in flight go on with them; those of another model end with the weights that
+        they began with, and are waited for: there may be no room for both.
 
         Raises:
             EngineCrashed: vLLM did not start.
         """
+        refuse_adapter(policy, base)
         async with self._lock(policy):
+            hosted = self._hosted.get(policy)
+            if hosted is not None and await self._reloaded(hosted.policy, folder, version):
+                return
             await self._retired(policy)
             wait_s = self._not_before_s.get(policy, 0.0) - self._clock.monotonic_s()
             if wait_s > 0:
@@ -236,6 +262,13 @@ class VllmEngine:
             took_s=round(now_s - began_s, 1),
             kv_tokens=loaded.kv_tokens,
         )
+
+    async def _reloaded(self, policy: VllmPolicy, folder: Path, version: int) -> bool:
+        try:
+            return await asyncio.to_thread(policy.reload, folder, version)
+        except EngineError as error:
+            _log.warning("engine.not_reloaded", policy=policy.name, reason=str(error))
+            return False
 
     async def unload_policy(self, policy: str) -> None:
         """See ``Engine.unload_policy``. Its processes end when its last sequence has."""
@@ -278,6 +311,12 @@ class VllmEngine:
     def room(self, policy: str) -> int:
         """Sequences of a policy that its cache has room for now."""
         return self._find(policy).room.sequences
+
+    def _remember(self) -> None:
+        rooms = [hosted.room.sequences for hosted in self._hosted.values() if hosted.room.known]
+        if self._memory is not None and rooms:
+            with contextlib.suppress(StoreError):  # the next start guesses again
+                atomic_write(self._memory, msgspec.json.encode(_Room(sequences=sum(rooms))))
 
     def _find(self, policy: str) -> _Hosted:
         hosted = self._hosted.get(policy)

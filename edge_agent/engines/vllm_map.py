@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from transport.errors import IntegrityError, ModelError, WeightApplyFailed
+from transport.weights.digest import finite_cells
 from transport.weights.patch import CellRun, Patch, TensorChange, check_change
 from transport.weights.tensors import ITEM_BYTES, Cells
 
 Positions = npt.NDArray[np.int64]
 
-_EXPONENT: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
-"""Bits of the exponent, all of them set in what is not finite (IEEE 754)."""
 _WIDER: Final = {("BF16", "F32"), ("F16", "F32")}
 
 
@@ -182,12 +181,6 @@ def _boxes(name: str, maps: Sequence[WorkerMap]) -> Iterator[tuple[WorkerMap, Bo
             yield found, each
 
 
-def finite(cells: Cells, dtype: str) -> bool:
-    """Whether all bit patterns are finite numbers."""
-    exponent = _EXPONENT[dtype]
-    return not bool(((cells & exponent) == exponent).any())
-
-
 def widened(cells: Cells, published: str, kept: str) -> Cells:
     """Published bit patterns in the type that a worker keeps them in; exact."""
     if published == kept:
@@ -225,7 +218,7 @@ def writes(
                 _check(form, change)
             except IntegrityError as error:
                 raise WeightApplyFailed(f"{where}: tensor {name!r}: {error}") from error
-            if not finite(change.values, form.dtype):
+            if not finite_cells(form.dtype, change.values):
                 raise WeightApplyFailed(f"{where}: tensor {name!r}: has values that are not finite")
             for each in found.boxes.get(name, ()):
                 kept = found.storages[each.storage].dtype

@@ -24,7 +24,7 @@ import numpy as np
 import structlog
 
 from edge_agent.config import VllmTable
-from edge_agent.engine import Completion, GenerationRequest, Positions, inside
+from edge_agent.engine import Completion, GenerationRequest, Positions, SamplingParams, inside
 from edge_agent.engines.chat_tokenizer import ChatTokenizer
 from edge_agent.engines.request_check import request_fault
 from edge_agent.engines.vllm_arguments import engine_arguments, tensor_forms
@@ -42,7 +42,8 @@ from transport.errors import (
 )
 from transport.runtime.clock import Clock
 from transport.runtime.model_folder import load_tokenizer
-from transport.weights.patch import Patch
+from transport.weights.folder import read_artefacts, read_model_folder
+from transport.weights.patch import Patch, whole
 from transport.weights.tensors import ITEM_BYTES, Cells, TensorBytes
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ _log = structlog.get_logger()
 CALL_S: Final = 600.0
 """Longer than any call into a live vLLM takes; a start has its own limit."""
 _LOOK_S: Final = 0.25
+_NUCLEUS: Final = SamplingParams(max_new_tokens=2, top_p=0.5, stop=("\N{SNOWMAN}",))
 _STAGED_S: Final = (0.002, 0.05)
 """Between two looks at whether weights are staged: at first, and at most."""
 
@@ -82,6 +84,7 @@ class VllmPolicy:
         self.dead = ""
         self._clock = clock
         self._lost = lost
+        self._artefacts = read_artefacts(folder)
         self._forms, self._shapes = tensor_forms(folder)
         self.tokenizer = ChatTokenizer(name, load_tokenizer(folder))
         self._exchange = Exchange()
@@ -91,6 +94,7 @@ class VllmPolicy:
         self._ending: EngineError | None = None
         self._llm: Any = None
         self._maps: list[WorkerMap] = []
+        self._swaps = 0
         self._thread = threading.Thread(target=self._serve, name=f"vllm {name}", daemon=True)
         self._thread.start()
         try:
@@ -128,6 +132,21 @@ class VllmPolicy:
                 return self._call(self._swap(where, version, path, entries))
         except StoreError as error:
             raise WeightApplyFailed(f"{where}: {error}") from error
+
+    def reload(self, folder: Path, version: int) -> bool:
+        """Take the folder's weights in place; False if it is another model. Blocks.
+
+        Raises:
+            ModelError: the folder does not load.
+            WeightApplyFailed: as ``apply``.
+        """
+        same = (read_artefacts(folder), tensor_forms(folder)) == (
+            self._artefacts,
+            (self._forms, self._shapes),
+        )
+        if same:
+            self.apply(version, whole(read_model_folder(folder, mapped=True)))
+        return same
 
     def read_weights(self) -> Iterator[tuple[str, TensorBytes]]:
         """All tensors in canonical order, in their published types; copies. Blocks.
@@ -244,12 +263,13 @@ class VllmPolicy:
         self._task(self._watch())
 
     async def _warm_up(self) -> None:
-        """One token: what dies at its first step is to be known before an attempt finds out."""
-        from vllm import SamplingParams
-
-        prompt, one = {"prompt_token_ids": [0], "cache_salt": "none"}, SamplingParams(max_tokens=1)
-        async for _ in self._llm.generate(prompt, one, "warm-up"):
-            pass
+        """A few tokens: what dies at its first step is to be known before an attempt finds out,
+        and what is compiled at the first need is to be ready."""
+        for sampling in (SamplingParams(max_new_tokens=2), _NUCLEUS):
+            request = GenerationRequest(
+                request_id="warm-up", policy=self.name, prompt_tokens=(0,), n=1, sampling=sampling
+            )
+            await DrawnSequence(request, 0, lambda tokens: None).run(self._llm, lambda: -1)
 
     async def _rpc(self, method: str, *arguments: Any) -> Any:
         """A call on all workers; EngineCrashed when they are gone."""
@@ -268,7 +288,7 @@ class VllmPolicy:
             raise EngineCrashed(f"{self.name}: {self.dead}")
         self._sequences.add(sequence)
         try:
-            return await sequence.run(self._llm, lambda: self.version)
+            return await sequence.run(self._llm, lambda: self._swaps)
         except EngineDeadError as error:
             raise EngineCrashed(f"{self.name}: vLLM died") from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
@@ -308,6 +328,7 @@ class VllmPolicy:
                 raise WeightApplyFailed(f"{where}: {error}") from error
             await llm.finish_weight_update(weight_version=str(version))
             self.version = version
+            self._swaps += 1
             anew = [each.begin_anew() for each in self._sequences if not each.begun]
             if anew:
                 await llm.abort(anew)

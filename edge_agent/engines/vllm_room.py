@@ -36,6 +36,11 @@ class PolicyRoom:
             return self._most
         return max(1, min(self._most, int(self._kv_tokens / (_MARGIN * self._mean_tokens))))
 
+    @property
+    def known(self) -> bool:
+        """Whether a length is known."""
+        return bool(self._mean_tokens)
+
     def ended(self, tokens: int) -> None:
         """A sequence had so many tokens, its prompt included."""
         mean = self._mean_tokens

@@ -2,7 +2,7 @@
 
 What always holds: a sequence none of whose tokens was drawn before new weights came begins anew
 with them, so it is of one version from its first token on; one that goes on keeps its cache and
-says of each token which version drew it; the cache of a prompt is shared within a version only.
+says of each token which version drew it; the cache of a prompt is shared between two swaps only.
 """
 
 import contextlib
@@ -43,16 +43,16 @@ class Sequence:
         self._stale = True
         return self.name
 
-    async def run(self, llm: Any, version: Callable[[], int]) -> Completion:
-        """Raises GenerationFailed when vLLM gave it up."""
+    async def run(self, llm: Any, swaps: Callable[[], int]) -> Completion:
+        """``swaps`` counts changes of the weights. Raises GenerationFailed when vLLM gave it up."""
+        from vllm.inputs.engine import tokens_input
+
         while True:
             self._starts += 1
             self._stale = False
             # Blocks of the cache are found by what is in them and by this salt.
-            prompt = {
-                "prompt_token_ids": list(self._request.prompt_tokens),
-                "cache_salt": str(version()),
-            }
+            tokens = list(self._request.prompt_tokens)
+            prompt = tokens_input(tokens, cache_salt=str(swaps()))
             last: Any = None
             stream = llm.generate(prompt, self._sampling(), self.name)
             async with contextlib.aclosing(stream):

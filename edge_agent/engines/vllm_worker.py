@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.platforms import current_platform
 
 from edge_agent.engines.vllm_writer import WeightWriter
 
@@ -102,5 +105,12 @@ class FarflowExtension:
         return [transfer.writer.read_cells(storage, positions) for storage, positions in mine]
 
 
+def _plain_linear(layer: Any, remove_weight: bool) -> None:
+    """Instead of packing a layer's weights on a CPU: the packed copy could not be changed."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, FarflowTransfer)
+if current_platform.is_cpu():
+    layer_utils.dispatch_cpu_unquantized_gemm = _plain_linear

@@ -5,29 +5,28 @@
 
 A sibling returns two rollouts, the solver's and the verifier's. Its verdict is on its own answer;
 with ``balanced`` on a right and on a wrong one of the group in turn, because a verifier that is
-shown wrong answers mostly is paid best for saying no to everything. Where no answer was right, the
-item's own stands in if it scores as right; where none was wrong, all verdicts are on right ones.
+shown one kind mostly is paid best for saying the same to everything. Where no answer was right, the
+item's own stands in if it scores as right. Where still only one kind is there, all verdicts have
+the reward 1/2: equal rewards teach nothing.
 
-An evaluation returns the solver's rollouts alone; with ``best_of`` n the solver answers n times,
-drawn at ``best_of_temperature``, and the answer is returned that the verifier finds likeliest to be
-right:
+An evaluation returns the solver's alone; with ``best_of`` n the solver answers n times, drawn at
+``best_of_temperature``, and the answer is returned that the verifier finds likeliest to be right:
 
     score = p of a verdict ``yes``, 0 without a verdict, -p of a verdict ``no``
 
 where p is the probability of the verdict as it was written; of equals the first. Scoring costs n
-verdicts per item. With ``measured`` "verdicts" the verdicts are returned instead, with the rewards
-they have in training: the accuracy is then the verifier's.
+verdicts per item. To measure a verifier, evaluate it as the ``solver`` on a file of claims.
 
 ``[workflow.settings]``: ``solver`` and ``verifier`` are the names of the policies; ``question`` is
 what the verifier reads, with ``{prompt}`` and ``{answer}`` in it; a verdict begins with one of the
 words ``yes`` and ``no``, in any case; it has ``verdict_tokens`` at most; ``best_of`` and
-``best_of_temperature``, ``balanced`` and ``measured`` as above.
+``best_of_temperature`` and ``balanced`` as above.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -44,6 +43,9 @@ from transport.messages import Item
 
 RIGHT: Final = 1.0
 """An answer counts as right from this reward on."""
+
+NOTHING_TOLD: Final = 0.5
+"""The reward of verdicts that cannot be balanced."""
 
 Text = Annotated[str, Meta(min_length=1, max_length=8000)]
 
@@ -63,7 +65,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     best_of: Annotated[int, Meta(ge=1, le=256)] = 1
     best_of_temperature: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
     balanced: bool = False
-    measured: Literal["answers", "verdicts"] = "answers"
 
 
 @workflow("solve_and_verify", rollouts=2)
@@ -74,9 +75,31 @@ async def solve_and_verify(context: WorkflowContext, item: Item) -> list[Rollout
     if context.kind == "eval":
         return await _evaluated(context, item, settings, solver, verifier)
     answers = await solver.generate(item.prompt, n=context.group_size, label="solve")
-    claims, rewards = await _claims(context, item, settings, answers)
+    texts = [answer.text for answer in answers]
+    *rewards, own = await context.score([*texts, item.answer])
+    claims = [(text, reward >= RIGHT) for text, reward in zip(texts, rewards, strict=True)]
+    if settings.balanced:
+        claims = _balanced(claims, item.answer if own >= RIGHT else None)
+    verdicts = await _verdicts(context, item, settings, verifier, [text for text, _ in claims])
+    teaches = not settings.balanced or len({right for _, right in claims}) > 1
     solved = [Rollout.of(answer, reward) for answer, reward in zip(answers, rewards, strict=True)]
-    return [*solved, *await _judged(context, item, settings, verifier, claims)]
+    judged = [
+        Rollout.of(
+            verdict, float(_says_yes(verdict.text, settings) is right) if teaches else NOTHING_TOLD
+        )
+        for verdict, (_, right) in zip(verdicts, claims, strict=True)
+    ]
+    return [*solved, *judged]
+
+
+def _balanced(claims: Sequence[Claim], own: str | None) -> list[Claim]:
+    """As many claims, right and wrong ones in turn as far as there are both; ``own`` is the item's
+    answer, None if it is not right."""
+    right = [claim for claim in claims if claim[1]] or ([] if own is None else [(own, True)])
+    wrong = [claim for claim in claims if not claim[1]]
+    kinds = [kind for kind in (right, wrong) if kind]
+    turns = (divmod(n, len(kinds)) for n in range(len(claims)))
+    return [kinds[kind][turn % len(kinds[kind])] for turn, kind in turns]
 
 
 async def _evaluated(
@@ -86,9 +109,9 @@ async def _evaluated(
     solver: PolicyHandle,
     verifier: PolicyHandle,
 ) -> list[Rollout]:
-    """One answer per sibling: the only one, or the best of several; or one verdict."""
+    """One answer per sibling: the only one, or the best of several."""
     count = settings.best_of
-    if count == 1 and settings.measured == "answers":
+    if count == 1:
         answers = await solver.generate(item.prompt, n=context.group_size, label="solve")
         return [Rollout.of(answer) for answer in answers]
     answers = await solver.generate(
@@ -97,9 +120,6 @@ async def _evaluated(
         temperature=settings.best_of_temperature,
         label="solve",
     )
-    if settings.measured == "verdicts":
-        claims, _ = await _claims(context, item, settings, answers)
-        return await _judged(context, item, settings, verifier, claims[: context.group_size])
     texts = [answer.text for answer in answers]
     verdicts = await _verdicts(context, item, settings, verifier, texts)
     scores = [_score(verdict, settings) for verdict in verdicts]
@@ -108,42 +128,6 @@ async def _evaluated(
         for start in range(0, len(answers), count)
     )
     return [Rollout.of(answers[n]) for n in best]
-
-
-async def _claims(
-    context: WorkflowContext, item: Item, settings: Settings, answers: Sequence[Generated]
-) -> tuple[list[Claim], list[float]]:
-    """What is put before the verifier, one claim per answer, and the rewards of the answers."""
-    texts = [answer.text for answer in answers]
-    if not settings.balanced:
-        rewards = await context.score(texts)
-        return [(t, r >= RIGHT) for t, r in zip(texts, rewards, strict=True)], rewards
-    *rewards, own = await context.score([*texts, item.answer])
-    sides: dict[bool, list[Claim]] = {True: [], False: []}
-    for text, reward in zip(texts, rewards, strict=True):
-        sides[reward >= RIGHT].append((text, reward >= RIGHT))
-    if not sides[True] and own >= RIGHT:
-        sides[True].append((item.answer, True))
-    # By the item's number, so that one claim per item is balanced over the items.
-    turns = ((bool((item.index + n) % 2), n // 2) for n in range(len(texts)))
-    chosen = ((sides[turn] or sides[not turn], n) for turn, n in turns)
-    return [side[n % len(side)] for side, n in chosen], rewards
-
-
-async def _judged(
-    context: WorkflowContext,
-    item: Item,
-    settings: Settings,
-    verifier: PolicyHandle,
-    claims: Sequence[Claim],
-) -> list[Rollout]:
-    """Verdicts on the claims, with the verifier's rewards."""
-    texts = [text for text, _ in claims]
-    verdicts = await _verdicts(context, item, settings, verifier, texts)
-    return [
-        Rollout.of(verdict, float(_says_yes(verdict.text, settings) is right))
-        for verdict, (_, right) in zip(verdicts, claims, strict=True)
-    ]
 
 
 async def _verdicts(

@@ -10,7 +10,7 @@ held attempt that the scheduler wants no more is named in the next reply.
 
 import msgspec
 
-from scheduler.core import agent_states, attempts, costs, jobs, quarantine, recall, waits
+from scheduler.core import agent_states, attempts, costs, jobs, keepers, quarantine, recall, waits
 from scheduler.core.context import CONNECTED, AgentLive, Context, Lease, known_code
 from scheduler.core.state import Agent
 from transport.messages import (
@@ -111,12 +111,14 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
     ctx.timers.set("agent", name, ctx.now + agent_states.suspect_after_s(ctx, live))
     _reconcile_hello(ctx, agent, live, inventory.held, reborn)
     agent_states.ready_if_serving(ctx, agent, live)
+    keepers.look(ctx)
     welcome = Welcome(
         term=ctx.term,
         heartbeat_s=live.heartbeat_s,
         lost_after_s=ctx.lost_after_s(live.heartbeat_s),
         policies=ctx.hosted,
         incarnation=message.incarnation,
+        upto=ctx.upto.get(name, {}),
     )
     ctx.send(name, welcome)
     agent_states.remind_to_drain(ctx, agent, live)
@@ -318,7 +320,12 @@ def _heartbeat(ctx: Context, agent: Agent, live: AgentLive, message: Heartbeat) 
     elif live.state in ("suspect", "draining"):
         agent_states.set_state(ctx, agent, live, "joining")
     agent_states.ready_if_serving(ctx, agent, live)
-    reply = HeartbeatReply(sequence=message.sequence, sent_s=message.sent_s, unknown=tuple(unknown))
+    reply = HeartbeatReply(
+        sequence=message.sequence,
+        sent_s=message.sent_s,
+        unknown=tuple(unknown),
+        upto=ctx.upto.get(agent.name, {}),
+    )
     if unknown:
         ctx.count("agents.held_unknown", len(unknown))
     ctx.send(agent.name, reply)

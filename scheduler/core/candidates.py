@@ -272,6 +272,8 @@ def _lag_at_start(
     version = agent.versions[policy.policy].version
     newest = tree.newest_stored
     arrives_s = 0.0
+    if ctx.upto.get(agent.name, {}).get(policy.policy, newest) < newest:
+        return tree.lag(version)  # it will begin with that, whenever it begins
     if version < newest:
         arrives_s = arrival_s(ctx, known, policy.policy, agent, live)
         if starts_s < arrives_s:

@@ -213,12 +213,13 @@ class RunLive:
 @dataclass(slots=True)
 class EvaluationLive:
     """Indexes of an evaluation: its open jobs, agents that are past its version, how far its
-    items were asked for, sequences in flight."""
+    items were asked for, sequences in flight, the agent that keeps its version back."""
 
     jobs: dict[str, None] = field(default_factory=dict)
     declined: dict[str, None] = field(default_factory=dict)
     asked_until: int = 0
     in_flight: int = 0
+    keeper: str = ""
 
 
 class Context:
@@ -252,6 +253,7 @@ class Context:
         self.policies: dict[str, PolicyLive] = {}
         self.runs: dict[str, RunLive] = {}
         self.evaluations: dict[str, EvaluationLive] = {}
+        self.upto: dict[str, dict[str, int]] = {}  # versions that agents are not to pass
         self.trainers: dict[str, str] = {}
         self.leases: dict[str, Lease] = {}
         self.bodies: dict[str, str] = {}
@@ -278,6 +280,7 @@ class Context:
         self.ready_agents = 0
         self.effects: list[Effect] = []
         self.new_releases: list[str] = []
+        self.new_rechecks: list[str] = []
         self.releases_behind = False
         self.due_policies: dict[str, None] = {}
         self.due_runs: dict[str, None] = {}

@@ -15,7 +15,7 @@ source waits for another one's job.
 
 import msgspec
 
-from scheduler.core import absorbing, attempts, hedging, lateness, partials, recall, views
+from scheduler.core import absorbing, attempts, hedging, keepers, lateness, partials, recall, views
 from scheduler.core.accounting import account
 from scheduler.core.context import CONNECTED, Context
 from scheduler.core.costs import spend
@@ -37,6 +37,7 @@ MAX_HEADS = 8
 def place(ctx: Context) -> None:
     """Place whatever can be placed now."""
     ctx.dispatch_due = False
+    keepers.look(ctx)
     lateness.stop(ctx)
     if not len(ctx.open_agents):
         return
@@ -54,6 +55,7 @@ def place(ctx: Context) -> None:
 def watch(ctx: Context) -> None:
     """What only time changes, once per heartbeat: policies that starve, batches that wait for
     their last groups, code that no agent has any more."""
+    keepers.look(ctx)
     lateness.stop(ctx)
     for id, live in ctx.policies.items():
         row = account(ctx, id, "train").row if ctx.tables.policies[id].trained else None

@@ -8,14 +8,15 @@ A run has any number of them, by name, each with settings of its own and on its 
     end      every policy's head after its last step
 
 What always holds: an evaluation never blocks training; its jobs only go to agents whose copy is
-not past the pinned version; when no agent can serve it any more and something newer is stored, it
-starts over at the newest version; at most ``MAX_OPEN_JOBS`` of its jobs exist at once, and at most
+not past the pinned version, and of one of the start an agent does not pass it (``keepers``); when
+no agent can serve it any more and something newer is stored, it starts over at the newest version;
+at most ``MAX_OPEN_JOBS`` of its jobs exist at once, and at most
 ``MAX_OPEN_BETWEEN`` in-between evaluations of a run; all items of a job have one reward.
 """
 
 from typing import Literal
 
-from scheduler.core import jobs
+from scheduler.core import jobs, keepers
 from scheduler.core.accounting import submit
 from scheduler.core.admission import trained_policies
 from scheduler.core.context import Context, EvaluationLive
@@ -302,7 +303,6 @@ def _split(items: tuple[Item, ...], work: Work, most: int) -> list[tuple[Item, .
 
 def _servable(ctx: Context, evaluation: Evaluation) -> bool:
     """Whether some agent is not past the pinned versions, or there is no agent at all."""
-    declined = ctx.evaluations[evaluation.id].declined
     present = False
     for name, live in ctx.agents.items():
         agent = ctx.tables.agents[name]
@@ -311,11 +311,8 @@ def _servable(ctx: Context, evaluation: Evaluation) -> bool:
         if agent.cordoned or agent.quarantined:
             continue
         present = True
-        versions = agent.versions
-        if name not in declined and all(
-            id in versions and versions[id].version <= version
-            for id, version in evaluation.pinned.items()
-        ):
+        serves = agent.versions.keys() >= evaluation.pinned.keys()
+        if serves and not keepers.is_past(ctx, evaluation, name):
             return True
     return not present
 

@@ -3,9 +3,9 @@
     class      codes (beginnings)                 the job            the agent
     away       agent.                             again at once      -
     copy       weights                            again at once      back-off after a streak
-    box        engine.apply integrity link        again at once,     back-off after a streak,
-               process sandbox. spool store       elsewhere          evidence
-               trajectory.
+    box        engine.apply engine.crashed        again at once,     back-off after a streak,
+               integrity link process sandbox.    elsewhere          evidence
+               spool store trajectory.
     data       summary.invalid                    as box             evidence, at once
     job        everything else (attempt. engine   back-off with      back-off after a streak
                reward. task workflow.)            jitter, elsewhere

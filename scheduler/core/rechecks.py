@@ -59,6 +59,7 @@ def consider(ctx: Context, job: Job, items: tuple[Item, ...], summary: GroupSumm
         digest=summary.digest,
         rewards=summary.rewards,
     )
+    ctx.new_rechecks.append(summary.digest)
     _begin(ctx, job.run, f"{job.index}.1", job.index, items, recheck)
 
 

@@ -49,7 +49,8 @@ def stored(
     for summary, said in zip_longest(message.summaries, verdicts[: len(message.summaries)]):
         _summary(ctx, summary, said or {})
     digests = tuple(summary.digest for summary in message.summaries)
-    ctx.send(service, SummariesAccepted(digests=digests))
+    rechecked, ctx.new_rechecks = tuple(ctx.new_rechecks), []
+    ctx.send(service, SummariesAccepted(digests=digests, rechecked=rechecked))
 
 
 def bodies_gone(ctx: Context, service: str, message: BodiesGone) -> None:

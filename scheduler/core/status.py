@@ -151,7 +151,7 @@ def _no_models(ctx: Context, run: Run) -> str:
     policies = {name: policy_id(run.name, name) for name in run.spec.workflow.policies}
     joining = [ctx.tables.agents[name] for name, it in ctx.agents.items() if it.state == "joining"]
     lacking = [without_model(run, policies, agent) for agent in joining]
-    if not all(lacking):
+    if not lacking or not all(lacking):
         return ""
     return f"none of them has the model for the adapter of {lacking[0]} (agent.local_models)"
 

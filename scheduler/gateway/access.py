@@ -108,7 +108,25 @@ def revoke_token(keys: Path, name: str) -> HttpToken:
 
 def token_names(keys: Path) -> list[str]:
     """The names of all tokens, sorted."""
-    return sorted(path.stem for path in (keys / "http").glob("*.toml"))
+    return sorted(path.stem for path in (keys / "http").glob("*.toml") if _is_token(path.name))
+
+
+def all_tokens(keys: Path) -> tuple[list[HttpToken], list[str]]:
+    """The tokens that count, by name, and what was skipped and why."""
+    tokens: list[HttpToken] = []
+    warnings: list[str] = []
+    for name in token_names(keys)[:MAX_TOKENS]:
+        path = keys / "http" / f"{name}.toml"
+        try:
+            token = load_toml(path, HttpToken, secret=True)
+        except ConfigError as error:
+            warnings.append(f"{error}; skipped")
+            continue
+        if token.name == name:
+            tokens.append(token)
+        else:
+            warnings.append(f"{path}: name is {token.name!r}, unlike the file's; skipped")
+    return tokens, warnings
 
 
 def first_token(keys: Path, folder: Path) -> bool:
@@ -160,18 +178,10 @@ class TokenBook:
         if seen == self._seen:
             return
         self._seen = seen
-        tokens: dict[str, HttpToken] = {}
-        for name, *_ in seen[:MAX_TOKENS]:
-            path = self._folder / name
-            try:
-                token = load_toml(path, HttpToken, secret=True)
-                if token.name != path.stem:
-                    raise ConfigError(f"{path}: name is {token.name!r}, unlike the file's")
-            except ConfigError as error:
-                _log.warning("http.token_skipped", reason=str(error))
-                continue
-            tokens[token.secret_sha256] = token
-        self._tokens = tokens
+        tokens, warnings = all_tokens(self._folder.parent)
+        for warning in warnings:
+            _log.warning("http.token_skipped", reason=warning)
+        self._tokens = {token.secret_sha256: token for token in tokens}
 
     def _fingerprint(self) -> list[tuple[str, int, int, int]]:
         try:

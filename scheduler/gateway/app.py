@@ -67,7 +67,8 @@ class Gateway:
         if is_static(request.path):
             return await static_file(request)
         route, names = self._find(request)
-        if not route.roles:
+        open_metrics = route.open_to_metrics and self._world.config.http.open_metrics
+        if not route.roles or open_metrics:
             return await self._carry_out(
                 route, Call(self._world, request, names, _query(route, request), None, None)
             )

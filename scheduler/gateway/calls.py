@@ -49,8 +49,8 @@ class Line:
 
 @dataclass(slots=True)
 class World:
-    """What answers are made with. ``folder`` is the scheduler's; ``orders`` answers at once,
-    ``logs`` after an agent has."""
+    """What answers are made with. ``folder`` is the scheduler's, read by one at a time (``disk``);
+    ``orders`` answers at once, ``logs`` after an agent has."""
 
     config: SchedulerConfig
     folder: Path
@@ -61,7 +61,7 @@ class World:
     orders: Line
     logs: Line
     submitters: Submitters
-    versions: asyncio.Lock
+    disk: asyncio.Lock
     streams: int = 0
 
 
@@ -96,7 +96,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """A method of a path and who may use it. ``{name}`` in ``path`` is one of ``PARTS``; ``result``
     is the type of the answer, ``body`` of the request's (None: it has none) which may be left out
     where ``body_optional``; ``toml`` bodies are taken too where that is set. Requests that
-    ``change`` something are recorded."""
+    ``change`` something are recorded. ``open_to_metrics`` ones need no token where
+    ``http.open_metrics`` says so."""
 
     method: str
     path: str
@@ -110,6 +111,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     toml: Callable[[str], Any] | None = None
     change: bool = False
     content_type: str = "application/json"
+    open_to_metrics: bool = False
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,9 @@ import ssl
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Final, NoReturn
 
+import aiomqtt
 import msgspec
 import structlog
 
@@ -44,9 +45,6 @@ from transport.mqtt_topics import (
 from transport.runtime.clock import Clock
 from transport.runtime.files import read_limited
 from transport.status import SchedulerStatus
-
-if TYPE_CHECKING:
-    import aiomqtt
 
 CONNECT_S: Final = 10.0
 FIRST_RETRY_S: Final = 1.0
@@ -80,7 +78,7 @@ class MqttBridge:
         """Reads the password and the certificates; blocks a moment.
 
         Raises:
-            ConfigError: a file does not load, or aiomqtt is not installed.
+            ConfigError: a file does not load.
         """
         self._table = table
         self._feed = feed
@@ -89,7 +87,6 @@ class MqttBridge:
         self._audit = audit
         self._clock = clock
         self._rng = rng
-        self._aiomqtt = _library()
         self._password = _password(table.password_file)
         self._tls = _tls(table)
         self._kept: dict[str, bytes] = {}
@@ -107,7 +104,7 @@ class MqttBridge:
             began_s = self._clock.monotonic_s()
             try:
                 await self._serve()
-            except (self._aiomqtt.MqttError, OSError, TimeoutError) as error:
+            except (aiomqtt.MqttError, OSError, TimeoutError) as error:
                 _log.warning("mqtt.not_connected", broker=self._table.host, reason=str(error)[:200])
             finally:
                 self.connected = False
@@ -118,14 +115,14 @@ class MqttBridge:
 
     async def _serve(self) -> None:
         """One connection, until it is lost."""
-        table, mqtt = self._table, self._aiomqtt
-        client = mqtt.Client(
+        table = self._table
+        client = aiomqtt.Client(
             table.host,
             table.port,
             username=table.username or None,
             password=self._password,
             identifier=f"farflow-{table.base_topic.replace('/', '-')}"[:64],
-            will=mqtt.Will(f"{table.base_topic}/status", OFFLINE, qos=1, retain=True),
+            will=aiomqtt.Will(f"{table.base_topic}/status", OFFLINE, qos=1, retain=True),
             timeout=CONNECT_S,
             keepalive=KEEPALIVE_S,
             tls_context=self._tls,
@@ -142,12 +139,12 @@ class MqttBridge:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._tell(client))
                     tasks.create_task(self._hear(client))
-            except* (mqtt.MqttError, OSError, TimeoutError) as lost:
-                raise mqtt.MqttError(str(lost.exceptions[0])) from lost
+            except* (aiomqtt.MqttError, OSError, TimeoutError) as lost:
+                raise aiomqtt.MqttError(str(lost.exceptions[0])) from lost
 
     # ---- what is said ------------------------------------------------------------------------
 
-    async def _tell(self, client: "aiomqtt.Client") -> None:
+    async def _tell(self, client: aiomqtt.Client) -> None:
         next_s = 0.0
         while True:
             now_s = self._clock.monotonic_s()
@@ -174,7 +171,7 @@ class MqttBridge:
             now = dict(list(now.items())[:MAX_TOPICS])
         return list(changes(self._kept, now))
 
-    async def _publish(self, client: "aiomqtt.Client", publications: Iterable[Publication]) -> None:
+    async def _publish(self, client: aiomqtt.Client, publications: Iterable[Publication]) -> None:
         """State with quality of service 1, numbers of the moment with 0. What was said is
         remembered only then, so that nothing is taken for said that is not."""
         for one in publications:
@@ -201,7 +198,7 @@ class MqttBridge:
 
     # ---- what is heard -----------------------------------------------------------------------
 
-    async def _hear(self, client: "aiomqtt.Client") -> None:
+    async def _hear(self, client: aiomqtt.Client) -> None:
         async for message in client.messages:
             topic, payload = str(message.topic), message.payload
             found = parts_of(self._table.base_topic, topic)
@@ -274,16 +271,6 @@ class MqttBridge:
         except FarflowError as error:
             return Reply(id=command.id, ok=False, code=error.code, message=str(error)[:300])
         return Reply(id=command.id, ok=not code, code=code, message=message[:300])
-
-
-def _library() -> Any:
-    try:
-        import aiomqtt
-    except ImportError as error:
-        raise ConfigError(
-            "mqtt.enabled: needs aiomqtt; run: pip install 'farflow[mqtt]'"
-        ) from error
-    return aiomqtt
 
 
 def _password(path: str) -> str | None:

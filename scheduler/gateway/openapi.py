@@ -72,7 +72,7 @@ def description(routes: Sequence[Route], version: str) -> dict[str, Any]:
 
 def _operation(route: Route, result: dict[str, Any], body: dict[str, Any] | None) -> dict[str, Any]:
     roles = sorted(role.value for role in route.roles)
-    said = {"application/json": {"schema": result}}
+    said = {route.content_type: {"schema": result}}
     if route.path == "/v1/events":
         said["text/event-stream"] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/HttpError"}}}

@@ -8,6 +8,7 @@ from scheduler.gateway.openapi import description
 from scheduler.gateway.routes_jobs import SUBMITTING
 from scheduler.gateway.routes_look import LOOKING
 from scheduler.gateway.routes_orders import ORDERING
+from scheduler.gateway.routes_pages import PAGES
 
 
 async def _describe(call: Call) -> dict[str, Any]:
@@ -18,6 +19,7 @@ ROUTES: Final = (
     *LOOKING,
     *ORDERING,
     *SUBMITTING,
+    *PAGES,
     Route(
         method="GET",
         path="/v1/openapi.json",

@@ -1,7 +1,7 @@
 """What viewers and operators may look at."""
 
 import asyncio
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
 from aiohttp import web
@@ -23,12 +23,6 @@ PACE_S: Final = 0.2
 NONE_YET: Final = "there are no weights yet"
 
 Wait = Annotated[float, Meta(ge=0.0, le=MAX_WAIT_S)]
-
-
-class StatusQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``part`` gives that part of the status alone."""
-
-    part: Literal["", "runs", "agents", "counters", "demand", "alerts"] = ""
 
 
 class EventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,15 +73,11 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 async def _status(call: Call) -> web.Response:
     snapshot = await call.world.feed.status()
-    part = call.query.part
-    etag = f'W/"{call.world.life}-{snapshot.number}{part}"'
+    etag = f'W/"{call.world.life}-{snapshot.number}"'
     headers = {"ETag": etag}
     if etag in (one.strip() for one in call.request.headers.get("If-None-Match", "").split(",")):
         return web.Response(status=304, headers=headers)
-    body = snapshot.encoded
-    if part:
-        body = msgspec.json.encode(getattr(snapshot.status, part))
-    return web.Response(body=body, content_type="application/json", headers=headers)
+    return web.Response(body=snapshot.encoded, content_type="application/json", headers=headers)
 
 
 async def _runs(call: Call) -> tuple[RunStatus, ...]:
@@ -149,7 +139,7 @@ async def _dead(call: Call) -> list[DeadLetter]:
 
 async def _versions(call: Call) -> PolicyVersions:
     policy = f"{call.names['run']}/{call.names['policy']}"
-    async with call.world.versions:
+    async with call.world.disk:
         rows = await asyncio.to_thread(_rows, call, policy)
     head = rows[-1].version if rows else 0
     agents = (await call.world.feed.status()).status.agents
@@ -194,8 +184,7 @@ def _look(path: str, summary: str, answer: Any, result: Any, **more: Any) -> Rou
 
 
 LOOKING: Final = (
-    _look("/v1/status", "The whole view of the scheduler.", _status, SchedulerStatus,
-          query=StatusQuery),
+    _look("/v1/status", "The whole view of the scheduler.", _status, SchedulerStatus),
     _look("/v1/runs", "All runs.", _runs, tuple[RunStatus, ...]),
     _look("/v1/agents", "All agents.", _agents, tuple[AgentStatus, ...]),
     _look("/v1/explain/{subject}", "Why a job, attempt, agent, policy or run is where it is.",

@@ -124,7 +124,7 @@ async def _serve(
             orders=Line(asking, MOST_ORDERS),
             logs=Line(await operator(), MOST_LOGS),
             submitters=submitters,
-            versions=asyncio.Lock(),
+            disk=asyncio.Lock(),
         )
         gateway = Gateway(world, ROUTES, audit)
         gateway.listener = HttpListener(

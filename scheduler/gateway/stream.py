@@ -10,6 +10,7 @@ one that is slow loses the oldest events and is told so, one that takes nothing 
 stream ends within seconds of its token's revocation.
 """
 
+import socket
 from typing import Final
 
 import msgspec
@@ -22,6 +23,8 @@ from scheduler.http_server import write
 from transport.messages import Transition
 
 HEARTBEAT_S: Final = 15.0
+SEND_BYTES: Final = 128 * 1024
+"""What the kernel keeps for a reader; it takes twice as much."""
 BATCH: Final = 256
 """Events that are written at once."""
 MAX_PAGES: Final = 200
@@ -50,6 +53,7 @@ async def stream(call: Call, after: int | None, subject: str) -> web.StreamRespo
                 headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
             )
             response.content_type = "text/event-stream"
+            _bound_socket(call.request)
             await response.prepare(call.request)
             await _Reader(call, response, subject).run(after)
             return response
@@ -127,6 +131,13 @@ class _Reader:
             return False
         self._wrote_s = self._world.clock.monotonic_s()
         return taken
+
+
+def _bound_socket(request: web.BaseRequest) -> None:
+    """The kernel would take megabytes for one that reads slowly."""
+    sock = None if request.transport is None else request.transport.get_extra_info("socket")
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
 
 
 def _about(one: Transition, subject: str) -> bool:

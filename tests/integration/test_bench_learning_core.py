@@ -44,8 +44,7 @@ def test_an_unreachable_target_is_given_up_at_the_budget() -> None:
 
 
 def test_groups_are_drawn_by_the_version_of_their_lag() -> None:
-    lags = ((0,) * GROUPS,) * 2
-    fresh = learn(Loop(MAIN_LOSS, 0, lags, every=1, items=16))
-    late = learn(Loop(MAIN_LOSS, 0, ((0,) * GROUPS, (1,) * GROUPS), every=1, items=16))
+    every_lag = [((lag,) * GROUPS,) * 4 for lag in (0, 2)]
+    fresh, late = (learn(Loop(MAIN_LOSS, 0, lags, every=2, items=16)) for lags in every_lag)
     assert len(fresh.accuracies) == 3
     assert late.kl_behaviour > 2 * fresh.kl_behaviour

@@ -1,5 +1,6 @@
 """The trajectory log with real sockets, keys and files."""
 
+import asyncio
 import hashlib
 import random
 import signal
@@ -252,6 +253,35 @@ async def test_roles_may_say_only_their_own(tmp_path):
         assert not answer.found
         assert agent.received == []
         assert {message.code for message, _ in trainer.received} == {"role.not_allowed"}
+
+
+@pytest.mark.asyncio
+async def test_an_agent_gets_the_body_whose_rewards_it_is_to_find_again_until_it_is_released(
+    tmp_path,
+):
+    async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
+        agent, other = world.link("a", PLANE, port), world.link("b", PLANE, port)
+        [(summary, body), (kept, _)] = await put(agent, 1, 2)
+        await agent.expect(TrajectoryAck, 2)
+        said = SummariesAccepted(digests=(summary.digest,), rechecked=(summary.digest,))
+        world.control.send(TRAJECTORY_LOG, said)
+
+        async def asked(digest: str) -> tuple[bool, bytes]:
+            await other.send(BodyRequest(digests=(digest,)))
+            await until(lambda: other.received)
+            [(answer, payload)] = other.received
+            other.received = []
+            return answer.found, b"".join(payload)
+
+        found = (False, b"")
+        async with asyncio.timeout(5.0):
+            while not found[0]:
+                found = await asked(summary.digest)
+        assert found == (True, body)
+        assert await asked(kept.digest) == (False, b"")
+        world.control.send(TRAJECTORY_LOG, BodiesReleased(digests=(summary.digest,)))
+        await until(lambda: world.control.of(BodiesGone))
+        assert await asked(summary.digest) == (False, b"")
 
 
 @pytest.mark.asyncio

@@ -17,9 +17,8 @@ from scheduler.store import SchedulerStore
 pytestmark = pytest.mark.timeout(120)  # for a machine that is busy; alone the longest takes 5 s
 
 
-@pytest.mark.parametrize("seed", [1, 3])
-def test_a_hundred_and_fifty_faults(tmp_path: Path, seed: int) -> None:
-    world = chaos(tmp_path, faults=150, seed=seed, check_every=25)
+def test_a_hundred_and_fifty_faults(tmp_path: Path) -> None:
+    world = chaos(tmp_path, faults=150, seed=1, check_every=25)
     assert world.problems == []
     assert world.faults.total() >= 150
     assert world.scheduler.lives > 5

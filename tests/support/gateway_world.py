@@ -14,6 +14,7 @@ from service_world import WAIT_S
 from scheduler.config import HttpTable
 from scheduler.gateway.access import HttpRole, create_token
 from scheduler.gateway.service import ADDRESS
+from transport.keys import create_keys
 from transport.messages import AgentInventory, Hello, Role, Welcome
 
 
@@ -67,17 +68,22 @@ class GatewayWorld:
 
 
 @contextlib.asynccontextmanager
-async def gateway_world(folder: Path, **http: Any) -> AsyncIterator[GatewayWorld]:
-    """A daemon in ``folder`` with ``[http]`` settings; tokens ``look``, ``ops`` and ``jobs``."""
-    names = {"viewer": "look", "operator": "ops", "submitter": "jobs"}
+async def gateway_world(
+    folder: Path, *, tokens: bool = True, **http: Any
+) -> AsyncIterator[GatewayWorld]:
+    """A daemon in ``folder`` with ``[http]`` settings; tokens ``look``, ``ops`` and ``jobs``, made
+    before it starts."""
+    names = {"viewer": "look", "operator": "ops", "submitter": "jobs"} if tokens else {}
     table = HttpTable(**{"port": 0, "requests_per_s": 1000.0, **http})
-    async with deployment(folder, table) as world:
-        keys = folder / "keys"
-        tokens = {
-            role: await asyncio.to_thread(create_token, keys, name, HttpRole(role))
-            for role, name in names.items()
-        }
-        yield GatewayWorld(world, tokens)
+    keys = folder / "keys"
+    create_keys(keys)
+    secrets = {
+        role: await asyncio.to_thread(create_token, keys, name, HttpRole(role))
+        for role, name in names.items()
+    }
+    # Agents that say hello here send no heartbeats after it.
+    async with deployment(folder, table, lost_after_s=600.0) as world:
+        yield GatewayWorld(world, secrets)
 
 
 async def read_events(

@@ -135,6 +135,7 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
             highest_version=41,
             stopping=True,
             signers=(SIGNER,),
+            upto={POLICY: 3},
         ),
         (),
     ),
@@ -164,7 +165,12 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
     ),
     (
         HeartbeatReply(
-            sequence=9, sent_s=100.5, unknown=(ATTEMPT,), received_s=1.7e9, replied_s=1.7e9 + 0.5
+            sequence=9,
+            sent_s=100.5,
+            unknown=(ATTEMPT,),
+            received_s=1.7e9,
+            replied_s=1.7e9 + 0.5,
+            upto={POLICY: 3},
         ),
         (),
     ),
@@ -225,7 +231,7 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
     (CheckpointReport(policy=POLICY, step=20, version=20, final=True), ()),
     (RunState(run="arithmetic", state="paused"), ()),
     (TrajectoriesStored(summaries=(SUMMARY,)), ()),
-    (SummariesAccepted(digests=(DIGEST,)), ()),
+    (SummariesAccepted(digests=(DIGEST,), rechecked=(DIGEST,)), ()),
     (BodiesReleased(digests=(DIGEST,)), ()),
     (BodiesGone(digests=(DIGEST,)), ()),
     (

@@ -44,6 +44,8 @@ from edge_agent.core.events import (
 )
 from transport.messages import (
     AttemptFailed,
+    Heartbeat,
+    HeartbeatReply,
     HostedPolicies,
     LeaseRevoke,
     VersionServing,
@@ -274,6 +276,30 @@ def test_the_oldest_of_several_pins_holds_the_copy() -> None:
     revoke = LeaseRevoke(attempt=offer(2).attempt, fence=(1, 2), reason="done")
     assert asked(story.scheduler(revoke))[0].upto == 3
     assert one(RunAttempt, story.serve(3)).offer.attempt == offer(1).attempt
+
+
+def test_a_version_that_the_scheduler_wants_kept_is_not_passed_until_it_says_otherwise() -> None:
+    story = Story().up(version=1)
+    (beat,) = said(Heartbeat, story.wait(2.0))
+    reply = HeartbeatReply(sequence=beat.sequence, sent_s=0.0, upto={POLICY: 2, "other": 7})
+    assert [request.upto for request in asked(story.scheduler(reply))] == [2]
+    assert of(FetchPlan, story.feed(FromWeightStore(message=plan(4)))) == []
+    story.scheduler(offer(1, pinned={POLICY: 5}))  # a newer pin does not loosen it
+    assert of(FetchPlan, story.feed(FromWeightStore(message=plan(4)))) == []
+    story.serve(2)
+    story.scheduler(HeartbeatReply(sequence=77, sent_s=0.0))  # of a heartbeat that never was
+    assert of(FetchPlan, story.feed(FromWeightStore(message=plan(4)))) == []
+    beat = said(Heartbeat, story.wait(2.0))[-1]
+    effects = story.scheduler(HeartbeatReply(sequence=beat.sequence, sent_s=0.0))
+    assert [request.upto for request in asked(effects)] == [5]
+    one(FetchPlan, story.feed(FromWeightStore(message=plan(4))))
+
+
+def test_a_welcome_says_which_versions_are_kept() -> None:
+    story = Story().up(version=1)
+    kept = msgspec.structs.replace(welcome(), upto={POLICY: 1})
+    assert [request.upto for request in asked(story.scheduler(kept))] == [1]
+    assert of(FetchPlan, story.feed(FromWeightStore(message=plan(2)))) == []
 
 
 def test_work_that_waits_too_long_for_weights_is_handed_back() -> None:

@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("box/agent.toml", "farflow-agent/agent.toml"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
-    for name in ("FILE", "jobs.jsonl", "agent.toml", "trial.toml"):
+    for name in ("FILE", "jobs.jsonl", "agent.toml", "trial.toml", "nightly.tar"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -45,7 +45,7 @@ async def run(bench: Bench, workflow: Workflow, **changes: Any) -> Any:
     return await bench.promising(workflow.rollouts).run(workflow.function, **{**values, **changes})
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, "../solve_and_verify.toml"])
 def test_every_file_is_accepted_as_it_is(name: str) -> None:
     result = CliRunner().invoke(cli, ["config", "check", str(FOLDER / name)])
     assert result.exit_code == 0, result.output

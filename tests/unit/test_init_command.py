@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from cloud_trainer.config import TrainerConfig
 from edge_agent.config import AgentConfig
 from farflow.cli import cli
+from farflow.deployment import DeploymentConfig
 from farflow.init_command import deployment_text
-from scheduler.config import SchedulerConfig
 from transport.relay_config import RelayConfig
 from transport.runtime.config import convert
 from transport.runtime.config_text import commented_toml, toml_value
@@ -50,7 +50,7 @@ def test_init_again_adds_keys_and_replaces_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "d" / "keys" / "trainer-a-b.toml").exists()
 
 
-@pytest.mark.parametrize("kind", [SchedulerConfig, AgentConfig, TrainerConfig, RelayConfig])
+@pytest.mark.parametrize("kind", [DeploymentConfig, AgentConfig, TrainerConfig, RelayConfig])
 def test_every_commented_setting_is_a_default(kind: type[msgspec.Struct]) -> None:
     text = commented_toml(kind, "A file.", {})
     assert convert(tomllib.loads(text), kind) == kind()

@@ -14,7 +14,14 @@ from core_builders import (
 
 from scheduler.core.effects import ProduceItems, RecordEvaluation, RunEnded
 from scheduler.core.events import ItemsProduced
-from transport.messages import Item, LeaseOffer, LeaseRevoke
+from transport.messages import (
+    AgentOrder,
+    HeartbeatReply,
+    Item,
+    LeaseOffer,
+    LeaseRevoke,
+    Welcome,
+)
 
 EVALUATION = {"items": 5, "items_per_job": 2, "items_between": 2}
 
@@ -156,6 +163,67 @@ def test_an_evaluation_that_no_agent_can_serve_starts_over_at_the_newest_version
     row = scene.books(kind="eval")
     assert (row.cancelled, row.balance) == (3, 0)
     assert scene.counter("evaluations.restarted") == 1
+
+
+def kept_back(effects: list, agent: str = "a") -> dict[str, int]:
+    """What an agent was told last not to pass."""
+    return messages(effects, HeartbeatReply, agent)[-1].upto
+
+
+def test_one_agent_keeps_version_zero_back_until_it_is_evaluated():
+    scene = make_evaluated()
+    [welcome] = messages(scene.joined("a", slots=64, versions={}), Welcome)
+    assert welcome.upto == {SOLVER: 0}
+    scene.joined("b", slots=64)
+    assert kept_back(scene.beats("b"), "b") == {SOLVER: 0}  # which has it already
+    assert kept_back(scene.heard("a")) == {}
+    scene.serving(0)
+    assert (kept_back(scene.beats("b"), "b"), kept_back(scene.beats("a"))) == ({SOLVER: 0}, {})
+    scene.version_stored(1)
+    scene.serving(1)
+    *most, last = evals(scene)
+    for offer in most:
+        scene.finished(offer)
+    assert kept_back(scene.beats("b"), "b") == {SOLVER: 0}
+    scene.finished(last)
+    assert kept_back(scene.beats("b"), "b") == {}
+    assert scene.policy().evaluations[0].version == 0
+
+
+def test_another_agent_keeps_it_back_when_the_first_is_lost_or_ordered_away():
+    scene = make_evaluated()
+    scene.joined("a", slots=64)
+    scene.joined("b", slots=64)
+    scene.joined("c", slots=64)
+    assert kept_back(scene.beats("a")) == {SOLVER: 0}
+    scene.joined("a", 2, slots=64, workflows={"another": "f"})
+    assert kept_back(scene.beats("b"), "b") == {SOLVER: 0}
+    scene.asked(AgentOrder(agent="b", order="cordon"))
+    scene.wait(2.5)  # a heartbeat later at the latest
+    assert kept_back(scene.beats("b"), "b") == {}
+    assert kept_back(scene.beats("c"), "c") == {SOLVER: 0}
+    scene.restart()
+    [welcome] = messages(scene.joined("c", slots=64), Welcome)
+    assert welcome.upto == {SOLVER: 0}
+    scene.commanded("stop")
+    scene.wait(2.5)
+    assert kept_back(scene.beats("c"), "c") == {}
+
+
+def test_nothing_is_kept_back_for_a_source_without_items_or_between_steps():
+    scene = Scene()
+    scene.submitted(make_run(evaluation={**EVALUATION, "every_versions": 1}, policy={"steps": 9}))
+    scene.version_stored(0)
+    assert messages(scene.joined("a", slots=64), Welcome)[0].upto == {}
+    scene.produced(scene.effects)
+    assert kept_back(scene.beats("a")) == {SOLVER: 0}
+    for offer in evals(scene):
+        scene.finished(offer)
+    stepped(scene, 1)
+    scene.serving(1)
+    scene.produced(scene.effects)
+    assert {offer.pinned[SOLVER] for offer in evals(scene)} == {1}
+    assert kept_back(scene.beats("a", versions={SOLVER: 1})) == {}
 
 
 def test_in_between_evaluations_come_every_so_many_versions_and_are_skipped_when_busy():

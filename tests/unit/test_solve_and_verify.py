@@ -169,7 +169,6 @@ def claimed(bench: Bench) -> list[str]:
         (["8", "9", "7", "6"], ["7", "8", "7", "9"]),
         (["7", "7", "7", "8"], ["7", "8", "7", "8"]),
         (["8", "9", "8", "9"], ["7", "8", "7", "9"]),  # none right: the item's own
-        (["7", "7", "7", "7"], ["7", "7", "7", "7"]),  # none wrong
     ],
 )
 @pytest.mark.asyncio
@@ -177,8 +176,7 @@ async def test_right_and_wrong_answers_are_judged_in_turn(
     bench: Bench, answers: list[str], judged: list[str]
 ) -> None:
     bench.engine = judging(answers)
-    item = Item(index=1, prompt="3 + 4 =", answer="7")
-    await run(bench, settings={"balanced": True}, items=(item,), group_size=4)
+    await run(bench, settings={"balanced": True}, group_size=4)
     rewards = [s.reward for s in bench.group().sequences]
     assert said(bench)[:4] == answers
     assert rewards[:4] == [float(answer == "7") for answer in answers]
@@ -187,12 +185,18 @@ async def test_right_and_wrong_answers_are_judged_in_turn(
 
 
 @pytest.mark.asyncio
-async def test_an_evaluation_may_measure_the_verdicts(bench: Bench) -> None:
-    """One claim per item: right for one of two neighbours, wrong for the other."""
-    bench.engine = judging(["8", "7", "9"])
-    items = tuple(Item(index=n, prompt=f"{n}: 3 + 4 =", answer="7") for n in range(4))
-    settings = {"balanced": True, "measured": "verdicts", "best_of": 3}
+async def test_verdicts_that_cannot_be_balanced_teach_nothing(bench: Bench) -> None:
+    bench.engine = judging(["7", "7"])
+    await run(bench, settings={"balanced": True}, group_size=2)
+    assert claimed(bench) == ["7", "7"]
+    assert [s.reward for s in bench.group().sequences] == [1.0, 1.0, 0.5, 0.5]
+
+
+@pytest.mark.asyncio
+async def test_a_verifier_is_measured_on_claims_as_a_solver(bench: Bench) -> None:
+    bench.engine = judging([])
+    items = tuple(Item(index=n, prompt=f"{n}?", answer=a) for n, a in enumerate(("Yes", "No")))
+    settings = {"solver": "verifier"}
     await run(bench, kind="eval", items=items, settings=settings, temperature=0.0, group_size=1)
-    assert said(bench) == ["Yes"] * 4
-    assert claimed(bench) == ["8", "7", "8", "7"]
-    assert [s.reward for s in bench.group().sequences] == [0.0, 1.0, 0.0, 1.0]
+    assert said(bench, prompts=True) == ["0?", "1?"]
+    assert [s.reward for s in bench.group().sequences] == [1.0, 0.0]

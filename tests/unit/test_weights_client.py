@@ -6,13 +6,15 @@ import random
 import msgspec
 import pytest
 import pytest_asyncio
-from published_versions import POLICY, TRUSTED, Versions
+from published_versions import PLACE, POLICY, TRUSTED, Versions
 
-from edge_agent.core.effects import DiscardCopy, FetchPlan, SwapWeights, VerifyWeights
+from edge_agent.core.effects import DiscardCopy, FetchPlan, OpenCopy, SwapWeights, VerifyWeights
 from edge_agent.core.events import (
     CopyDiscarded,
+    CopyOpened,
     PlanStaged,
     StageFailed,
+    SwapFailed,
     VerifyFailed,
     WeightsSwapped,
     WeightsVerified,
@@ -27,6 +29,7 @@ from transport.runtime.clock import SystemClock
 from transport.weights.manifest import describe_file
 from transport.weights.manifest_folder import StoredManifest
 from transport.weights.patch import whole
+from transport.weights.publication import build_delta_version, build_version0
 
 
 class Store:
@@ -65,8 +68,8 @@ class Store:
 class Agent:
     """A client, told what to do in the core's words."""
 
-    def __init__(self, tmp_path, versions, **local):
-        self.engine = FakeEngine(4)
+    def __init__(self, tmp_path, versions, engine=None, **local):
+        self.engine = FakeEngine(4) if engine is None else engine
         self.copies = WeightCopies(tmp_path / "copies", trusted=TRUSTED)
         self.store = Store(versions)
         self.events = asyncio.Queue()
@@ -162,3 +165,86 @@ async def test_a_plan_from_another_version_is_refused_with_its_code(agent, versi
     assert failed.code == "integrity.base"
     assert agent.store.asked == 1
     assert (await agent.bring(versions.plan(4, have=1))).version == 4
+
+
+class AdapterVersions(Versions):
+    """Versions 0 to 3 of an adapter on ``model``, one step each."""
+
+    def __init__(self, model):
+        from training_groups import groups_of
+
+        from cloud_trainer.torch_trainer import TorchTrainer
+
+        lora = {"rank": 4, "publish": "adapter"}
+        trainer = TorchTrainer({"lr": 1e-2, "warmup_steps": 0, "lora": lora})
+        trainer.load(model)
+        self.states = {0: trainer.published_state()}
+        first = build_version0(
+            model, tensors=self.states[0], artefacts=trainer.artefacts(), **PLACE
+        )
+        self.publications = {0: first}
+        self.made = {}
+        for version in (1, 2, 3):
+            trainer.step(groups_of(version))
+            self.states[version] = trainer.published_state()
+            self.publications[version] = build_delta_version(
+                self.states[version - 1],
+                self.states[version],
+                version=version,
+                parent=version - 1,
+                step=version,
+                **PLACE,
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_an_adapter_comes_onto_the_model_that_its_owner_names(tmp_path):
+    from torch_models import random_qwen3
+
+    from edge_agent.engines.torch_engine import TorchEngine
+
+    model = random_qwen3(tmp_path / "model")
+    versions = AdapterVersions(model)
+    for life in range(2):
+        agent = Agent(tmp_path, versions, TorchEngine(4), p=str(model))
+        await agent.engine.start()
+        opened = await agent.do(OpenCopy(policy=POLICY))
+        assert isinstance(opened, CopyOpened)
+        if life == 0:
+            assert opened.version is None
+            assert (await agent.bring(versions.plan(0))).version == 0
+            assert (await agent.bring(versions.plan(2, have=0))).version == 2
+        else:
+            assert (opened.version, opened.digest) == (2, versions.ref(2).digest)
+            assert (await agent.bring(versions.plan(3, have=2))).version == 3
+        version = agent.engine.version(POLICY)
+        assert agent.in_engine() == versions.states[version]
+        check = VerifyWeights(policy=POLICY, ticket=9, rescan=True, read_back=True)
+        assert isinstance(await agent.do(check), WeightsVerified)
+        await agent.client.close()
+        await agent.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_an_adapter_without_its_model_or_its_engine_is_refused(tmp_path):
+    from torch_models import random_qwen3
+
+    from edge_agent.engines.torch_engine import TorchEngine
+
+    model = random_qwen3(tmp_path / "model")
+    versions = AdapterVersions(model)
+    other = {"p": str(random_qwen3(tmp_path / "other", seed=1))}
+    for number, (engine, local, words) in enumerate(
+        (
+            (TorchEngine(4), {}, "agent.local_models"),
+            (TorchEngine(4), other, "full digest"),
+            (FakeEngine(4), {"p": str(model)}, "agent.engine"),
+        )
+    ):
+        agent = Agent(tmp_path / str(number), versions, engine, **local)
+        failed = await agent.bring(versions.plan(0))
+        assert isinstance(failed, SwapFailed)
+        assert words in failed.detail
+        await agent.client.close()

@@ -45,13 +45,15 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 class HeartbeatReply(Message, frozen=True, kw_only=True):
     """Echo of ``sequence`` and ``sent_s``, with the scheduler's wall clock when the heartbeat came
     and when this left (0: not stamped). ``unknown`` are held attempts that the scheduler wants
-    no more: the agent aborts them and drops their spool."""
+    no more: the agent aborts them and drops their spool. ``upto`` are versions, by policy, that its
+    copies are not to pass until a later reply says otherwise: an evaluation needs them still."""
 
     sequence: int
     sent_s: float
     unknown: tuple[str, ...] = ()
     received_s: float = 0.0
     replied_s: float = 0.0
+    upto: dict[str, int] = {}
 
 
 class HostedPolicies(Message, frozen=True, kw_only=True):

@@ -127,7 +127,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     """Answer to ``Hello``. ``policies`` are the policy ids that an agent is to host;
     a trainer gets its run, the highest version number ever published and whether to go on.
     ``incarnation`` is that of the hello (0: not said): what a process asked that has died meanwhile
-    is no answer to the one in its place."""
+    is no answer to the one in its place. ``upto``: see ``HeartbeatReply``."""
 
     term: int
     heartbeat_s: float
@@ -139,6 +139,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     stopping: bool = False
     signers: tuple[SignerCertificate, ...] = ()
     incarnation: Count = 0
+    upto: dict[Id, Count] = {}
 
 
 class Refuse(Message, frozen=True, kw_only=True):

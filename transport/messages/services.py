@@ -39,9 +39,11 @@ class TrajectoriesStored(Message, frozen=True, kw_only=True):
 
 
 class SummariesAccepted(Message, frozen=True, kw_only=True):
-    """The scheduler has these summaries in its own store."""
+    """The scheduler has these summaries in its own store. Agents may have the bodies of
+    ``rechecked`` until they are released: other agents find their rewards again."""
 
     digests: tuple[str, ...]
+    rechecked: tuple[str, ...] = ()
 
 
 class BodiesReleased(Message, frozen=True, kw_only=True):

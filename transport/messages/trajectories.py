@@ -37,8 +37,8 @@ class TrajectoryRefused(Message, frozen=True, kw_only=True):
 
 
 class BodyRequest(Message, frozen=True, kw_only=True):
-    """Trainers and submitters get bodies of results, agents finished turns and those bodies that an
-    offer names to them, and nobody anything else."""
+    """Trainers and submitters get bodies of results, agents finished turns and those bodies whose
+    rewards are found again, and nobody anything else."""
 
     digests: tuple[Id, ...]
 

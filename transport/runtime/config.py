@@ -26,6 +26,7 @@ TABLES = frozenset(
         "transport",
         "scheduler",
         "http",
+        "mqtt",
         "agent",
         "trainer",
         "relay",
@@ -38,6 +39,7 @@ TABLES = frozenset(
         "evaluations",
         "local",
         "links",
+        "retention",
     }
 )
 """Every table that some farflow program owns; anything else in a file is a typing error."""

@@ -3,7 +3,8 @@
 Exit status: 0 done, 1 systemd refused or the disk did, 78 wrong configuration.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +13,7 @@ import click
 from transport.runtime.daemon_cli import foreseen_errors
 
 F = TypeVar("F", bound=Callable[..., Any])
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 
 
 class Needs(NamedTuple):
@@ -22,6 +24,15 @@ class Needs(NamedTuple):
     stop_s: float
     devices: bool = False
     sandboxes: bool = False
+
+
+def say_lines(lines: Sequence[str], *, as_json: bool, **facts: object) -> None:
+    """What was done, for people, or with ``facts`` as an object."""
+    if as_json:
+        click.echo(json.dumps({**facts, "lines": list(lines)}))
+        return
+    for line in lines:
+        click.echo(line)
 
 
 def place_options(component: str) -> Callable[[F], F]:
@@ -67,12 +78,14 @@ def install_command(
         help="What it is started with; may repeat, later ones win.",
     )
     @place_options(component)
+    @_json
     def command(
         files: tuple[Path, ...],
         user_units: bool,
         run_as: str,
         service: str,
         unit_folder: Path | None,
+        as_json: bool,
     ) -> None:
         from transport.runtime.service_install import (
             farflow_argv,
@@ -100,8 +113,7 @@ def install_command(
                 ),
                 place,
             )
-        for line in lines:
-            click.echo(line)
+        say_lines(lines, as_json=as_json)
 
     return command
 
@@ -111,13 +123,15 @@ def uninstall_command(component: str, stop_s: float) -> click.Command:
 
     @click.command("uninstall", help="Stop the service and remove its unit; its folders stay.")
     @place_options(component)
-    def command(user_units: bool, run_as: str, service: str, unit_folder: Path | None) -> None:
+    @_json
+    def command(
+        user_units: bool, run_as: str, service: str, unit_folder: Path | None, as_json: bool
+    ) -> None:
         from transport.runtime.service_install import find_place, service_name, uninstall
 
         with foreseen_errors(f"farflow {component} uninstall"):
             place = find_place(user_units=user_units, run_as=run_as, unit_folder=unit_folder)
             lines = uninstall(service_name(service), place, stop_s)
-        for line in lines:
-            click.echo(line)
+        say_lines(lines, as_json=as_json)
 
     return command

@@ -98,6 +98,8 @@ def install(service: Service, place: Place) -> list[str]:
     if not unchanged:
         atomic_write(path, text.encode())
     lines = [f"{'unchanged' if unchanged else 'wrote'}: {path}"]
+    if place.run_as and pwd.getpwnam(place.run_as).pw_uid == 0:
+        lines.append("advice: it runs as root, which it does not need; name a user with --run-as")
     if not place.starts:
         lines.append("not started: systemd does not run here, or a folder was named; by hand:")
         lines.append(f"  {shlex.join(service.argv)}")

@@ -1,0 +1,200 @@
+"""``farflow gc``: removes what is older or larger than ``[retention]`` allows.
+
+What always holds: without ``--apply`` nothing is changed; a folder is claimed before it is removed,
+so that nothing is started in it meanwhile; symbolic links are not followed.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from farflow.options import config_option, json_option, set_option
+
+if TYPE_CHECKING:
+    from farflow.gc_plan import Found
+    from scheduler.config import SchedulerTable
+
+_TAIL_BYTES: Final = 4096
+_TERM: Final = "term-*"
+
+
+@click.command()
+@config_option
+@set_option
+@click.option(
+    "--runs",
+    "runs_folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The folders of `farflow up`; the default is local.runs of the file, or runs.",
+)
+@click.option(
+    "--apply", "applies", is_flag=True, help="Remove; without it, only say what would be."
+)
+@json_option
+def gc(
+    files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    runs_folder: Path | None,
+    applies: bool,
+    as_json: bool,
+) -> None:
+    """Remove what is older or larger than [retention] allows, or say what that would be.
+
+    Looks at the folders of `farflow up`, and in scheduler.folder at records of finished runs, event
+    logs of earlier terms, turns of attempts that never ended, and logs. What daemons bound by
+    themselves is shown with the setting that bounds it. Exit status 1 when something could not be
+    removed.
+    """
+    from farflow.deployment import DeploymentConfig
+    from farflow.gc_plan import plan
+    from transport.runtime.clock import SystemClock
+    from transport.runtime.config import collect, convert
+
+    data, _ = collect(files, overrides)
+    own = {k: data[k] for k in DeploymentConfig.__struct_fields__ if k in data}
+    config = convert(own, DeploymentConfig)
+    runs = runs_folder or Path(data.get("local", {}).get("runs", "runs"))
+    now_s = SystemClock().wall_s()
+    things = [*_run_folders(runs, now_s), *_scheduler(config.scheduler, now_s)]
+    verdicts = plan(things, config.retention)
+    failures = 0
+    freed_bytes = 0
+    for verdict in verdicts:
+        problem = ""
+        if applies and verdict.removes:
+            problem = _remove(verdict.found)
+            failures += bool(problem)
+        freed_bytes += verdict.found.size_bytes if verdict.removes and not problem else 0
+        _say(verdict.found, verdict.removes, problem or verdict.reason, as_json=as_json)
+    if not as_json:
+        from farflow.view import human_bytes
+
+        said = "removed" if applies else "would be removed (--apply does it)"
+        click.echo(f"{human_bytes(freed_bytes)} {said}")
+    sys.exit(1 if failures else 0)
+
+
+def _say(found: "Found", removes: bool, reason: str, *, as_json: bool) -> None:
+    from farflow.view import human_bytes
+    from farflow.words import human_age
+
+    if as_json:
+        facts = {"kind": found.kind, "path": str(found.path), "size_bytes": found.size_bytes}
+        facts |= {"idle_s": round(found.idle_s), "removes": removes, "reason": reason}
+        click.echo(json.dumps(facts))
+        return
+    mark = "remove" if removes else "keep"
+    size, age = human_bytes(found.size_bytes), human_age(found.idle_s)
+    click.echo(f"{mark:<6} {found.kind:<10} {size:>9} {age:>7}  {found.path}  ({reason})")
+
+
+def _run_folders(runs: Path, now_s: float) -> Iterator["Found"]:
+    from farflow.gc_plan import Found
+    from farflow.run_folder import RunFolder
+
+    for path in _children(runs):
+        if RunFolder(path).resolved.is_file():
+            size_bytes, idle_s = _measure(path, now_s)
+            yield Found("run folder", path, size_bytes, idle_s, _used_by(path))
+
+
+def _scheduler(table: "SchedulerTable", now_s: float) -> Iterator["Found"]:
+    from farflow.gc_plan import Found
+
+    folder = Path(table.folder)
+    used = _used_by(folder)
+    for path in _children(folder / "runs"):
+        record = path / "metrics.jsonl"
+        if record.is_file():
+            size_bytes, idle_s = _measure(record, now_s)
+            holds = "" if _has_ended(record) else "the run has not ended"
+            yield Found("record", record, size_bytes, idle_s, holds)
+    terms = sorted(path for path in _children(folder / "events") if path.match(_TERM))
+    for path in terms:
+        size_bytes, idle_s = _measure(path, now_s)
+        holds = "the newest term" if path == terms[-1] else used
+        yield Found("event log", path, size_bytes, idle_s, holds)
+    for pattern, kind in (("trajectory-log/**/*.turns", "partial"), ("logs/*.log", "log")):
+        for path in sorted(folder.glob(pattern)):
+            if path.is_file() and not path.is_symlink():
+                size_bytes, idle_s = _measure(path, now_s)
+                yield Found(
+                    "partial" if kind == "partial" else "log", path, size_bytes, idle_s, used
+                )
+    for name, setting in (
+        ("trajectory-log/bodies", "scheduler.trajectory_disk_bytes"),
+        ("weight-store", "scheduler.keep_versions_max"),
+        ("scheduler.sqlite", "what live runs and remembered results need"),
+    ):
+        if (folder / name).exists():
+            size_bytes, idle_s = _measure(folder / name, now_s)
+            yield Found("bounded", folder / name, size_bytes, idle_s, f"bounded by {setting}")
+
+
+def _children(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+
+
+def _measure(path: Path, now_s: float) -> tuple[int, float]:
+    """Bytes of files at and below ``path``, and seconds since the last change of any of them."""
+    size_bytes, newest_s = 0, path.lstat().st_mtime
+    for where, _, names in os.walk(path):
+        for name in names:
+            try:
+                status = os.lstat(os.path.join(where, name))
+            except OSError:  # gone meanwhile
+                continue
+            size_bytes += status.st_size
+            newest_s = max(newest_s, status.st_mtime)
+    if path.is_file():
+        size_bytes = path.lstat().st_size
+    return size_bytes, max(0.0, now_s - newest_s)
+
+
+def _used_by(folder: Path) -> str:
+    from transport.errors import StoreError
+    from transport.runtime.files import folder_holder
+
+    try:
+        holder = folder_holder(folder)
+    except StoreError as error:
+        return str(error)
+    return "" if holder is None else f"in use by process {holder}"
+
+
+def _has_ended(record: Path) -> bool:
+    """Whether the last line of a record says that its run has ended."""
+    with record.open("rb") as file:
+        file.seek(max(0, record.stat().st_size - _TAIL_BYTES))
+        lines = file.read().splitlines()
+    try:
+        last = json.loads(lines[-1]) if lines else None
+    except json.JSONDecodeError:
+        return False
+    return isinstance(last, dict) and last.get("type") == "end"
+
+
+def _remove(found: "Found") -> str:
+    """Why it could not be removed, "" when it is gone."""
+    from transport.errors import StoreError
+    from transport.runtime.files import lock_folder
+
+    try:
+        if found.kind == "run folder":
+            with lock_folder(found.path):
+                shutil.rmtree(found.path)
+        elif found.path.is_dir():
+            shutil.rmtree(found.path)
+        else:
+            found.path.unlink()
+    except (OSError, StoreError) as error:
+        return f"not removed: {error}"
+    return ""

@@ -1,0 +1,337 @@
+"""Backup of a scheduler while it runs, and what a restored one begins with.
+
+What always holds:
+
+1. A backup is one state that was committed, however much is committed meanwhile, and the running
+   scheduler is not held up: SQLite's online backup copies it in one read transaction.
+2. A backup appears under its name whole, readable by its owner alone, or not at all; it replaces
+   nothing.
+3. Nothing is taken from a backup that was not checked: its list, the digest of the rows, every row.
+4. A restored scheduler begins with a term that no life since the backup had: fences of those lives
+   are never given again.
+5. What a restored file takes the place of is moved aside, not removed.
+
+The bodies of trajectories and the weights stay where they are; a backup lists those that its rows
+speak of. It is a tar file:
+
+    backup.json         ``BackupList``
+    scheduler.sqlite    the rows
+    keys/...            with ``keys``: the deployment's folder of keys, secrets too
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, Final
+
+import msgspec
+
+from scheduler.build import build_id
+from scheduler.core.tables import Tables
+from scheduler.store import FILE_NAME, MIGRATIONS
+from transport.errors import ChecksumMismatch, ConfigError, StoreError
+from transport.runtime.files import (
+    atomic_write,
+    fsync_dir,
+    lock_folder,
+    private_dir,
+    store_errors,
+)
+
+FORMAT: Final = 1
+LIST_NAME: Final = "backup.json"
+KEYS: Final = "keys"
+TERMS_AHEAD: Final = 1024
+"""More lives than a scheduler has between a backup and its restoring."""
+_MAX_LIST_BYTES: Final = 256 * 2**20
+_MAX_KEY_BYTES: Final = 1 << 20
+_SIDE_FILES: Final = ("", "-wal", "-shm")
+_COPY_BYTES: Final = 1 << 20
+
+
+class ListedBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A body in the trajectory log that a job waits to be trained on with."""
+
+    job: str
+    digest: str
+    size_bytes: int
+
+
+class ListedVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A version in the weight store."""
+
+    policy: str
+    version: int
+    digest: str
+
+
+class BackupList(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backup holds and speaks of; ``sha256`` is that of the rows' file."""
+
+    format: int
+    build: str
+    made_s: float
+    term: int
+    schema: int
+    sha256: str
+    runs: dict[str, str]
+    bodies: tuple[ListedBody, ...]
+    versions: tuple[ListedVersion, ...]
+    keys: int = 0
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True):
+    """What was restored: the term that the next start will raise by one, where what was there is
+    now ("" where nothing was), and how many keys were written."""
+
+    backup: BackupList
+    term: int
+    moved_to: str
+    keys_written: int
+
+
+def back_up(folder: Path, file: Path, *, wall_s: float, keys: Path | None = None) -> BackupList:
+    """Write a backup of the scheduler in ``folder``, running or not, to the new ``file``; with the
+    folder ``keys`` if given. Blocks, for about as long as it takes to read and write the rows.
+
+    Raises:
+        ConfigError: no scheduler there, or ``file`` exists.
+        StoreError: the rows are damaged, or the disk refused.
+    """
+    source = folder / FILE_NAME
+    if not source.is_file():
+        raise ConfigError(f"{source}: no such file; name the scheduler's folder or its file")
+    if file.exists():
+        raise ConfigError(f"{file}: exists; choose another name")
+    with store_errors("write", file), tempfile.TemporaryDirectory(dir=file.parent) as work:
+        copy = Path(work) / FILE_NAME
+        term, schema = _copy_rows(source, copy)
+        tables = read_tables(copy)
+        found = BackupList(
+            format=FORMAT,
+            build=build_id(),
+            made_s=wall_s,
+            term=term,
+            schema=schema,
+            sha256=_digest(copy),
+            runs={run.name: run.state for run in tables.runs.values()},
+            bodies=tuple(
+                ListedBody(job=job.id, digest=job.result.digest, size_bytes=job.result.size_bytes)
+                for job in tables.jobs.values()
+                if job.result is not None
+            ),
+            versions=tuple(
+                ListedVersion(policy=v.policy, version=v.version, digest=v.digest)
+                for v in tables.versions.values()
+                if v.stored
+            ),
+            keys=0 if keys is None else sum(1 for _ in _key_files(keys)),
+        )
+        packed = Path(work) / "backup"
+        with open(packed, "xb") as raw:
+            os.fchmod(raw.fileno(), 0o600)
+            with tarfile.open(fileobj=raw, mode="w") as tar:
+                _add(tar, LIST_NAME, msgspec.json.encode(found))
+                tar.add(copy, FILE_NAME, filter=_private)
+                for name in () if keys is None else _key_files(keys):
+                    tar.add((keys or Path()) / name, f"{KEYS}/{name}", filter=_private)
+            raw.flush()
+            os.fsync(raw.fileno())
+        try:
+            os.link(packed, file)  # fails where the name was taken meanwhile
+        except FileExistsError as error:
+            raise ConfigError(f"{file}: exists; choose another name") from error
+        except OSError:  # a file system without hard links
+            os.rename(packed, file)
+        fsync_dir(file.parent)
+    return found
+
+
+def restore(
+    file: Path, folder: Path, *, replace: bool = False, keys: Path | None = None
+) -> Restored:
+    """Make ``folder`` the scheduler of the backup ``file``; what is there is moved aside with
+    ``replace``. Keys of the backup that the folder ``keys`` lacks are written there.
+
+    Raises:
+        ConfigError: no backup, of a newer farflow, or something is in ``folder``.
+        ChecksumMismatch: the backup is damaged.
+        StoreError: a scheduler runs there, a row does not decode, or the disk refused.
+    """
+    private_dir(folder)
+    with lock_folder(folder), _opened(file) as (tar, found):
+        taken = any((folder / f"{FILE_NAME}{side}").exists() for side in _SIDE_FILES)
+        if taken and not replace:
+            raise ConfigError(f"{folder}: holds a scheduler; --replace moves it aside")
+        with (
+            store_errors("restore to", folder),
+            tempfile.TemporaryDirectory(dir=folder, prefix=".restore-") as work,
+        ):
+            copy = Path(work) / FILE_NAME
+            with copy.open("xb") as out:
+                shutil.copyfileobj(_member(tar, FILE_NAME), out, _COPY_BYTES)
+            if _digest(copy) != found.sha256:
+                raise ChecksumMismatch(f"{file}: the rows are not those that were backed up")
+            read_tables(copy)
+            term = max(found.term, _terms_here(folder)) + TERMS_AHEAD
+            _set_term(copy, term)
+            moved_to = _move_aside(folder) if taken else ""
+            os.replace(copy, folder / FILE_NAME)
+            fsync_dir(folder)
+        written = 0 if keys is None else _write_keys(tar, keys)
+    return Restored(backup=found, term=term, moved_to=moved_to, keys_written=written)
+
+
+def read_tables(file: Path) -> Tables:
+    """Every row of a file that nobody writes to.
+
+    Raises:
+        StoreError: the file or a row is damaged.
+    """
+    tables = Tables()
+    with _connected(file) as connection:
+        if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+            raise StoreError(f"{file}: SQLite finds it damaged")
+        for table, key, value in connection.execute("SELECT table_name, key, value FROM rows"):
+            tables.load(table, key, value)
+    return tables
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def _copy_rows(source: Path, copy: Path) -> tuple[int, int]:
+    """The committed state as one file without a log; returns its term and schema."""
+    with _connected(source, read_only=True) as before, _connected(copy) as after:
+        before.backup(after)  # all pages in one transaction: writers go on beside it
+        after.execute("PRAGMA journal_mode = DELETE")
+        schema = after.execute("PRAGMA user_version").fetchone()[0]
+        return after.execute("SELECT term FROM meta").fetchone()[0], schema
+
+
+def _set_term(file: Path, term: int) -> None:
+    with _connected(file) as connection:
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("UPDATE meta SET term = ?", (term,))
+
+
+def _terms_here(folder: Path) -> int:
+    """The highest term that is known to have been here; 0 where none is."""
+    terms = [0]
+    terms += [
+        int(digits)
+        for path in (folder / "events").glob("term-*")
+        if (digits := path.name.removeprefix("term-")).isdecimal()
+    ]
+    if (folder / FILE_NAME).is_file():
+        # A damaged file is what backups are restored for: what it knows is known no more.
+        with (
+            contextlib.suppress(StoreError),
+            _connected(folder / FILE_NAME, read_only=True) as connection,
+        ):
+            terms.append(int(connection.execute("SELECT term FROM meta").fetchone()[0]))
+    return max(terms)
+
+
+@contextlib.contextmanager
+def _connected(file: Path, *, read_only: bool = False) -> Iterator[sqlite3.Connection]:
+    """SQLite's errors become ``StoreError``."""
+    try:
+        mode = "ro" if read_only else "rwc"
+        uri = f"{file.absolute().as_uri()}?mode={mode}"
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+        try:
+            yield connection
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise StoreError(f"{file}: {error}; look at its disk") from error
+
+
+def _move_aside(folder: Path) -> str:
+    number = 1
+    while (aside := folder / f"before-restore-{number:04d}").exists():
+        number += 1
+    aside.mkdir(mode=0o700)
+    for side in _SIDE_FILES:
+        if (folder / f"{FILE_NAME}{side}").exists():
+            os.replace(folder / f"{FILE_NAME}{side}", aside / f"{FILE_NAME}{side}")
+    fsync_dir(aside)
+    return str(aside)
+
+
+# ---- the tar file --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[tuple[tarfile.TarFile, BackupList]]:
+    try:
+        with tarfile.open(file, "r:") as tar:
+            raw = _member(tar, LIST_NAME).read(_MAX_LIST_BYTES)
+            found = msgspec.json.decode(raw, type=BackupList)
+            if found.format > FORMAT or found.schema > len(MIGRATIONS):
+                raise ConfigError(f"{file}: made by a newer farflow ({found.build}); use that")
+            yield tar, found
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}") from error
+    except (tarfile.TarError, msgspec.MsgspecError, EOFError) as error:
+        raise ConfigError(f"{file}: is no backup of a scheduler, or damaged: {error}") from error
+
+
+def _member(tar: tarfile.TarFile, name: str) -> IO[bytes]:
+    try:
+        member = tar.extractfile(name)
+    except KeyError:
+        member = None
+    if member is None:
+        raise ConfigError(f"{tar.name!r}: is no backup of a scheduler: no {name} in it")
+    return member
+
+
+def _key_files(keys: Path) -> Iterator[str]:
+    """Regular files below the folder of keys, relative to it."""
+    for path in sorted(keys.rglob("*")):
+        if path.is_file() and not path.is_symlink() and path.stat().st_size <= _MAX_KEY_BYTES:
+            yield path.relative_to(keys).as_posix()
+
+
+def _write_keys(tar: tarfile.TarFile, keys: Path) -> int:
+    """Files of the backup that are not in ``keys``; returns how many."""
+    written = 0
+    private_dir(keys)
+    for member in tar.getmembers():
+        path = PurePosixPath(member.name)
+        inside = path.parts[:1] == (KEYS,) and ".." not in path.parts and len(path.parts) > 1
+        if not (inside and member.isreg() and member.size <= _MAX_KEY_BYTES):
+            continue
+        target = keys.joinpath(*path.parts[1:])
+        if target.exists():
+            continue
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        atomic_write(target, _member(tar, member.name).read(), mode=member.mode & 0o644)
+        written += 1
+    return written
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), 0o600
+    tar.addfile(info, io.BytesIO(data))
+
+
+def _private(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    return info
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,227 @@
+"""Backup of a scheduler's rows while they are written, and what a restored folder begins with."""
+
+import io
+import json
+import sqlite3
+import tarfile
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from scheduler.backup import TERMS_AHEAD, back_up, read_tables, restore
+from scheduler.cli import scheduler_group
+from scheduler.core.state import Spend, Version
+from scheduler.store import FILE_NAME, SchedulerStore
+from transport.errors import ChecksumMismatch, ConfigError, StoreError
+from transport.keys import create_keys
+
+encode = msgspec.msgpack.encode
+
+
+def commit(store: SchedulerStore, number: int, blob: bytes = b"") -> None:
+    """One state: both spends say ``number``, and a prompt of that many bytes is there."""
+    rows = [Spend(run=run, tokens=number) for run in ("a", "b")]
+    changes = [(row.table, row.key, encode(row)) for row in rows]
+    store.commit([*changes, ("prompt", f"p{number}", blob)], now=float(number))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    store = SchedulerStore.open(tmp_path / "scheduler")
+    version = Version(policy="a/b", version=3, parent=2, step=3, digest="d3", stored=True)
+    store.commit([(version.table, version.key, encode(version))], now=1.0)
+    commit(store, 7)
+    store.close()
+    return tmp_path / "scheduler"
+
+
+def tokens(folder: Path) -> set[int]:
+    return {spend.tokens for spend in read_tables(folder / FILE_NAME).spends.values()}
+
+
+def test_a_backup_under_load_is_one_committed_state(tmp_path: Path) -> None:
+    store = SchedulerStore.open(tmp_path / "scheduler", "process-crash")
+    commit(store, 1, b"x" * 2**20)
+    ended = threading.Event()
+    written = [1]
+
+    def write() -> None:
+        while not ended.is_set():
+            written.append(written[-1] + 1)
+            commit(store, written[-1], b"x" * 500)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        before = written[-1]
+        for number in range(3):
+            back_up(tmp_path / "scheduler", tmp_path / f"backup{number}", wall_s=1.0)
+        assert written[-1] > before  # the writer went on
+    finally:
+        ended.set()
+        writer.join()
+        store.close()
+    seen = []
+    for number in range(3):
+        restore(tmp_path / f"backup{number}", tmp_path / f"restored{number}")
+        (both,) = tokens(tmp_path / f"restored{number}")
+        seen.append(both)
+        again = SchedulerStore.open(tmp_path / f"restored{number}")
+        assert again.now == float(both)
+        keys = [f"p{n}" for n in range(1, both + 1)]
+        assert set(again.prompts(keys)) == set(keys)
+        again.close()
+    assert seen == sorted(seen)
+
+
+def test_a_restored_scheduler_begins_a_term_that_nobody_had(folder: Path, tmp_path: Path) -> None:
+    found = back_up(folder, tmp_path / "b", wall_s=5.0)
+    assert (found.term, found.made_s, found.versions[0].digest) == (1, 5.0, "d3")
+    for _ in range(3):
+        SchedulerStore.open(folder).close()
+    (folder / "events" / "term-00000009").mkdir(parents=True)
+    done = restore(tmp_path / "b", folder, replace=True)
+    assert done.term == 9 + TERMS_AHEAD
+    store = SchedulerStore.open(folder)
+    assert store.term == 10 + TERMS_AHEAD
+    store.close()
+    assert tokens(folder) == {7}
+    moved = SchedulerStore.open(Path(done.moved_to))
+    assert moved.term == 5  # what was there is whole
+    moved.close()
+
+
+def test_a_damaged_file_is_replaced_and_its_log_goes_with_it(folder: Path, tmp_path: Path) -> None:
+    back_up(folder, tmp_path / "b", wall_s=5.0)
+    (folder / FILE_NAME).write_bytes(b"garbage" * 1000)
+    (folder / f"{FILE_NAME}-wal").write_bytes(b"more garbage")
+    with pytest.raises(ConfigError, match="--replace moves it aside"):
+        restore(tmp_path / "b", folder)
+    done = restore(tmp_path / "b", folder, replace=True)
+    moved = {path.name for path in Path(done.moved_to).iterdir()}
+    assert moved >= {FILE_NAME, f"{FILE_NAME}-wal"}
+    store = SchedulerStore.open(folder)
+    assert store.term == 2 + TERMS_AHEAD
+    store.close()
+
+
+def test_who_runs_is_not_restored_over(folder: Path, tmp_path: Path) -> None:
+    back_up(folder, tmp_path / "b", wall_s=5.0)
+    store = SchedulerStore.open(folder)
+    with pytest.raises(StoreError, match="already used by process"):
+        restore(tmp_path / "b", folder, replace=True)
+    store.close()
+
+
+def test_a_backup_replaces_nothing_and_is_private(folder: Path, tmp_path: Path) -> None:
+    back_up(folder, tmp_path / "b", wall_s=5.0)
+    assert (tmp_path / "b").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="exists"):
+        back_up(folder, tmp_path / "b", wall_s=5.0)
+    with pytest.raises(ConfigError, match="no such file"):
+        back_up(tmp_path / "elsewhere", tmp_path / "c", wall_s=5.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "scheduler"]
+
+
+def test_keys_come_back_where_they_are_missing(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    create_keys(keys, trainers=["a/b"])
+    root = (keys / "signing" / "root.toml").read_bytes()
+    found = back_up(folder, tmp_path / "b", wall_s=5.0, keys=keys)
+    (keys / "signing" / "root.toml").unlink()
+    (keys / "operator.toml").write_text("mine")
+    done = restore(tmp_path / "b", tmp_path / "new", keys=keys)
+    assert done.keys_written == 1
+    assert (keys / "signing" / "root.toml").read_bytes() == root
+    assert (keys / "signing" / "root.toml").stat().st_mode & 0o777 == 0o600
+    assert (keys / "operator.toml").read_text() == "mine"
+    done = restore(tmp_path / "b", tmp_path / "newer", keys=tmp_path / "other")
+    assert done.keys_written == found.keys
+
+
+def rewritten(source: Path, target: Path, **changes: bytes | None) -> Path:
+    """``source`` with other content for some members, and whatever else is asked for."""
+    with tarfile.open(source) as before, tarfile.open(target, "w") as after:
+        names = [member.name for member in before.getmembers()]
+        for name in [*names, *(name for name in changes if name not in names)]:
+            data = changes[name] if name in changes else before.extractfile(name).read()
+            if data is not None:
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                after.addfile(info, io.BytesIO(data))
+    return target
+
+
+def test_what_is_no_backup_or_damaged_is_refused(folder: Path, tmp_path: Path) -> None:
+    back_up(folder, tmp_path / "b", wall_s=5.0)
+    with tarfile.open(tmp_path / "b") as tar:
+        rows = tar.extractfile(FILE_NAME).read()
+        listed = json.loads(tar.extractfile("backup.json").read())
+    flipped = bytearray(rows)
+    flipped[len(rows) // 2] ^= 1
+    cases = [
+        ({FILE_NAME: bytes(flipped)}, ChecksumMismatch, "not those that were backed up"),
+        ({FILE_NAME: None}, ConfigError, "no scheduler.sqlite in it"),
+        ({"backup.json": None}, ConfigError, "no backup.json in it"),
+        ({"backup.json": b"{"}, ConfigError, "no backup of a scheduler, or damaged"),
+        (
+            {"backup.json": json.dumps({**listed, "schema": 99}).encode()},
+            ConfigError,
+            "newer farflow",
+        ),
+    ]
+    for number, (changes, kind, said) in enumerate(cases):
+        bad = rewritten(tmp_path / "b", tmp_path / f"bad{number}", **changes)
+        with pytest.raises(kind, match=said):
+            restore(bad, tmp_path / "new")
+        assert not (tmp_path / "new" / FILE_NAME).exists()
+    (tmp_path / "text").write_text("no tar")
+    with pytest.raises(ConfigError, match="no backup of a scheduler"):
+        restore(tmp_path / "text", tmp_path / "new")
+    torn = tmp_path / "torn"
+    torn.write_bytes((tmp_path / "b").read_bytes()[: len(rows) // 2])
+    with pytest.raises((ConfigError, ChecksumMismatch)):
+        restore(torn, tmp_path / "new")
+
+
+def test_no_member_of_a_backup_leaves_the_folder_of_keys(folder: Path, tmp_path: Path) -> None:
+    back_up(folder, tmp_path / "b", wall_s=5.0)
+    bad = rewritten(
+        tmp_path / "b",
+        tmp_path / "bad",
+        **{"keys/../../out.toml": b"x", "/keys/abs.toml": b"x", "other/k.toml": b"x", "keys": b"x"},
+    )
+    done = restore(bad, tmp_path / "deep" / "new", keys=tmp_path / "deep" / "keys")
+    assert done.keys_written == 0
+    assert not list(tmp_path.rglob("*out.toml"))
+
+
+def test_a_row_that_does_not_decode_is_not_backed_up(folder: Path, tmp_path: Path) -> None:
+    with sqlite3.connect(folder / FILE_NAME) as connection:
+        connection.execute("UPDATE rows SET value = x'c1' WHERE table_name = 'spend'")
+    connection.close()
+    with pytest.raises(StoreError, match="does not decode"):
+        back_up(folder, tmp_path / "b", wall_s=5.0)
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_commands(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    create_keys(tmp_path / "keys")
+
+    def run(*argv: str) -> str:
+        result = CliRunner().invoke(scheduler_group, argv)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    facts = json.loads(run("backup", "b", "--keys", "--json"))
+    assert (facts["term"], facts["versions"], facts["keys"] > 3) == (1, 1, True)
+    assert "2 run(s)" not in run("backup", "c")
+    assert "start its trainers again" in run("restore", "b", "--replace")
+    told = json.loads(run("restore", "b", "--set", "scheduler.folder=n", "--keys", "--json"))
+    assert (told["term"], told["moved_to"], told["keys_written"]) == (1 + TERMS_AHEAD, "", 0)
+    refused = CliRunner().invoke(scheduler_group, ["restore", "b"])
+    assert (refused.exit_code, "--replace" in refused.stderr) == (78, True)

@@ -1,0 +1,125 @@
+"""``farflow gc``: what goes and what stays, and that nothing goes without ``--apply``."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from farflow.cli import cli
+from farflow.deployment import RetentionTable
+from farflow.gc_plan import Found, plan
+from transport.runtime.files import lock_folder
+
+DAY_S = 86_400.0
+OLD_S = 400 * DAY_S
+
+
+def old(path: Path, content: str = "x", *, age_s: float = OLD_S) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    then_s = path.stat().st_mtime - age_s
+    for each in (path, path.parent):
+        os.utime(each, (then_s, then_s))
+    return path
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A scheduler's folder and run folders, everything more than a year old but what is ``new``."""
+    monkeypatch.chdir(tmp_path)
+    state = tmp_path / "scheduler"
+    old(state / "runs" / "done" / "metrics.jsonl", '{"type": "step"}\n{"type": "end"}\n')
+    old(state / "runs" / "live" / "metrics.jsonl", '{"type": "end"}\n{"type": "step"}\n')
+    for term in (1, 2, 3):
+        old(state / "events" / f"term-0000000{term}" / "start")
+    old(state / "trajectory-log" / "turns" / "a.turns")
+    old(state / "trajectory-log" / "bodies" / "segment-00000001.log", "b" * 1000)
+    old(state / "weight-store" / "versions" / "a" / "x")
+    old(state / "logs" / "weight-store.log")
+    for name in ("first-0001", "used-0001", "odd"):
+        old(tmp_path / "runs" / name / "models" / "solver" / "model.safetensors", "m" * 5000)
+        if name != "odd":
+            old(tmp_path / "runs" / name / "config.json", "{}")
+    old(tmp_path / "runs" / "new-0001" / "config.json", "{}", age_s=1.0)
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "runs" / "first-0001")
+    return tmp_path
+
+
+def run(*argv: str, exit_status: int = 0) -> dict[str, dict[str, object]]:
+    result = CliRunner().invoke(cli, ["gc", "--json", *argv], catch_exceptions=False)
+    assert result.exit_code == exit_status, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    return {str(row["path"]): row for row in rows}
+
+
+def test_nothing_is_removed_without_apply(disk: Path) -> None:
+    def everything() -> set[Path]:
+        return set(disk.rglob("*"))
+
+    before = everything()
+    rows = run()
+    assert everything() == before
+    assert {path for path, row in rows.items() if row["removes"]} == {
+        "scheduler/runs/done/metrics.jsonl",
+        "scheduler/events/term-00000001",
+        "scheduler/events/term-00000002",
+        "scheduler/trajectory-log/turns/a.turns",
+        "scheduler/logs/weight-store.log",
+        "runs/first-0001",
+        "runs/used-0001",
+    }
+    assert rows["scheduler/trajectory-log/bodies"]["reason"] == (
+        "bounded by scheduler.trajectory_disk_bytes"
+    )
+    assert rows["runs/first-0001"]["size_bytes"] == 5002
+    plain = CliRunner().invoke(cli, ["gc"]).stdout
+    assert "would be removed (--apply does it)" in plain.splitlines()[-1]
+
+
+def test_apply_removes_what_is_not_in_use(disk: Path) -> None:
+    with lock_folder(disk / "runs" / "used-0001"), lock_folder(disk / "scheduler"):
+        rows = run("--apply")
+    assert not (disk / "runs" / "first-0001").exists()
+    assert (disk / "runs" / "used-0001").exists()
+    assert f"in use by process {os.getpid()}" in str(rows["runs/used-0001"]["reason"])
+    assert not (disk / "scheduler" / "runs" / "done" / "metrics.jsonl").exists()
+    assert (disk / "scheduler" / "runs" / "live" / "metrics.jsonl").exists()
+    assert len(list((disk / "scheduler" / "events").iterdir())) == 3
+    assert (disk / "scheduler" / "trajectory-log" / "turns" / "a.turns").exists()
+    for kept in ("scheduler/weight-store/versions/a/x", "runs/odd", "runs/new-0001"):
+        assert (disk / kept).exists()
+    run("--apply")
+    assert [p.name for p in (disk / "scheduler" / "events").iterdir()] == ["term-00000003"]
+    assert not (disk / "scheduler" / "trajectory-log" / "turns" / "a.turns").exists()
+    assert not any(row["removes"] for row in run().values())
+
+
+def test_what_cannot_be_removed_is_said(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "not yours", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    rows = run("--apply", exit_status=1)
+    assert "not removed" in str(rows["runs/first-0001"]["reason"])
+
+
+def test_the_file_says_how_long(disk: Path) -> None:
+    (disk / "d.toml").write_text('[retention]\nrun_s = "1000d"\n[local]\nruns = "elsewhere"\n')
+    assert not any(path.startswith("runs") for path in run("--config", "d.toml"))
+    rows = run("--config", "d.toml", "--runs", "runs")
+    assert rows["runs/first-0001"]["reason"] == "within bounds"
+    bad = CliRunner().invoke(cli, ["gc", "--set", "retention.run_z=1"])
+    assert "retention.run_z: unknown key" in str(bad.exception)
+
+
+def test_of_too_many_bytes_the_longest_untouched_go_and_the_newest_stays() -> None:
+    limits = RetentionTable(run_bytes=250)
+    things = [Found("run folder", Path(f"r{n}"), 100, 10.0 * n) for n in range(5)]
+    removed = {v.found.path.name for v in plan(things, limits) if v.removes}
+    assert removed == {"r4", "r3", "r2"}
+    held = [thing._replace(holds="in use") for thing in things]
+    assert not any(v.removes for v in plan(held, limits))
+    alone = plan([Found("run folder", Path("r"), 10**12, 1.0)], limits)
+    assert not alone[0].removes
