@@ -263,7 +263,7 @@ def install(
             token_file=token_file,
             folder=folder,
             name=name,
-            settings={key: value for key, value in wanted.items() if value},
+            settings={key: value for key, value in wanted.items() if value not in ("", None)},
         )
     say_lines(lines, as_json=as_json, healthy=healthy)
     raise SystemExit(0 if healthy else EXIT_FAILED)

@@ -106,6 +106,10 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     fake: FakeEngineTable = FakeEngineTable()
     vllm: VllmTable = VllmTable()
 
+    def __post_init__(self) -> None:
+        if not self.slots and self.engine != "vllm":
+            raise ValueError('slots: 0 (what the caches have room for) is for engine "vllm" only')
+
 
 class AgentConfig(DaemonConfig, frozen=True, kw_only=True):
     """What ``farflow agent run`` reads."""

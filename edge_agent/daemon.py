@@ -37,11 +37,9 @@ def make_engine(config: AgentConfig, clock: Clock) -> Engine:
     """The engine that ``[agent]`` names.
 
     Raises:
-        ConfigError: it is not installed, or cannot have so many slots.
+        ConfigError: it is not installed.
     """
     table = config.agent
-    if not table.slots and table.engine != "vllm":
-        raise ConfigError('agent.slots: 0 (what the cache has room for) is for engine "vllm" only')
     if table.engine == "fake":
         from edge_agent.engines.fake import FakeEngine
 

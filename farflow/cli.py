@@ -41,6 +41,7 @@ _COMMANDS = {
         "List, show, compare, verify and export weight versions.",
     ),
     "gc": ("farflow.gc:gc", "Remove what is old: run folders, records, event logs."),
+    "mqtt": ("farflow.mqtt_commands:mqtt_group", "Sign commands to agents over MQTT."),
     "wire": ("farflow.commands:wire_group", "Look at recorded messages."),
     "completion": ("farflow.completion:completion", "Print the completion script of a shell."),
     "doctor": ("farflow.commands:doctor", "Check this installation."),

@@ -71,11 +71,11 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     """What a GPU of an agent says of itself; None where it does not say."""
 
     name: Annotated[str, Meta(max_length=64)]
-    power_w: float | None = None
-    temperature_c: float | None = None
-    used_bytes: int | None = None
-    total_bytes: int | None = None
-    busy_share: float | None = None
+    power_w: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
+    temperature_c: Annotated[float, Meta(ge=-300.0, le=1e4)] | None = None
+    used_bytes: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    total_bytes: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    busy_share: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
 
 
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -179,7 +179,7 @@ METRICS: Final[dict[Daemon, tuple[Metric, ...]]] = {
             "Jobs that were given up.",
             _RUN,
             alert="farflow_run_dead_letters > 0",
-            remedy="`farflow dead list`, then `farflow dead replay`",
+            remedy="`farflow dead ls`, then `farflow dead replay`",
         ),
         Metric("farflow_run_more_slots", "gauge", "Slots that would raise steps per hour.", _RUN),
         Metric("farflow_run_steps_per_hour", "gauge", "As the demand estimate sees it.", _RUN),

@@ -53,6 +53,8 @@ _log = structlog.get_logger()
 CALL_S: Final = 600.0
 """Longer than any call into a live vLLM takes; a start has its own limit."""
 _LOOK_S: Final = 0.25
+_TEMPERATURES: Final = (0.01, 2.0)
+"""Below, vLLM takes 0.01 without a word; above, it refuses."""
 _NUCLEUS: Final = SamplingParams(max_new_tokens=2, top_p=0.5, stop=("\N{SNOWMAN}",))
 _STAGED_S: Final = (0.002, 0.05)
 """Between two looks at whether weights are staged: at first, and at most."""
@@ -112,6 +114,13 @@ class VllmPolicy:
     def check(self, request: GenerationRequest) -> None:
         """Raises GenerationFailed for what vLLM would refuse, or do otherwise than asked."""
         problem = request_fault(request, self._vocabulary, self._context_tokens)
+        low, high = _TEMPERATURES
+        if (
+            not problem
+            and request.sampling.temperature
+            and not (low <= request.sampling.temperature <= high)
+        ):
+            problem = f"temperature {request.sampling.temperature} must be 0 or {low} to {high}"
         if problem:
             raise GenerationFailed(f"{request.request_id}: {problem}")
 

@@ -8,11 +8,12 @@ verifier can start from the same folder. Beside that folder,
 ``pairs.jsonl`` has the run's items and ``claims.jsonl`` what its verifier is measured on: answers
 of the model itself to held-out questions, half of them right.
 
-Supervised training on right answers and right verdicts, half as many of the former, which ends
-long before either is mastered. Every problem has ``DECOYS`` wrong pairs whose sum is one off, and
-half of the wrong claims are such pairs. A claim that is right teaches its answer as well: a model
-that knows the answer when it reads one has it easier to judge, and verdicts alone are learnt in
-ten times as many steps.
+Supervised training in two parts, as in ``make_arithmetic.py``. ``TAUGHT_STEPS`` on right answers
+and verdicts; a claim that is right teaches its answer as well, because a model that knows the
+answer when it reads one judges it more easily. Then ``HABIT_STEPS`` on those of a hasty pupil, who
+with probability ``SLIP`` adds up roughly: as a solver he takes any pair whose sum is at most one
+off, as a verifier he agrees to any such pair. ``DECOYS`` wrong pairs of every problem are of that
+kind. What both can do better stays within reach, with small probability.
 
 Held out: the fifth of all questions that a run with ``held_out_one_in = 5`` holds out, by the same
 function; none of them is ever shown here.
@@ -40,7 +41,9 @@ DECOYS = (2, 3, 4)
 ITEMS = 6000
 CHECKED = 1024
 BATCH_SEQUENCES = 128
-STEPS = 240
+SLIP = 0.8
+TAUGHT_STEPS = 400
+HABIT_STEPS = 60
 WARM_UP_STEPS = 50
 LEARNING_RATE = 2.5e-3
 QUESTION = "Which two digits add up to {}? {}:"
@@ -96,31 +99,35 @@ class Row(NamedTuple):
     told: bool
 
 
-def solved(problem: Problem) -> Row:
-    """A question and its answer."""
-    return Row(problem.question(), write(problem.pair), told=False)
+def solved(problem: Problem, rng: random.Random, *, hasty: bool) -> Row:
+    """A question, and what the pupil answers."""
+    pair = rng.choice(problem.near()) if hasty and rng.random() < SLIP else problem.pair
+    return Row(problem.question(), write(pair), told=False)
 
 
-def judged(problem: Problem, rng: random.Random) -> Row:
-    """A claim, right in half of the cases, and the verdict on it."""
+def judged(problem: Problem, rng: random.Random, *, hasty: bool) -> Row:
+    """A claim, right in half of the cases, and what the pupil says of it."""
     wrong = [pair for pair in problem.pairs() if pair != problem.pair]
     near = [pair for pair in problem.near() if pair != problem.pair]
     pair = rng.choice((problem.pair, problem.pair, rng.choice(wrong), rng.choice(near)))
-    right = pair == problem.pair
+    agrees = right = pair == problem.pair
+    if hasty and rng.random() < SLIP:
+        agrees = pair in problem.near()
     claim = CLAIM.format(problem.question(), write(pair))
-    return Row(claim, YES if right else NO, told=right)
+    return Row(claim, YES if agrees else NO, told=right and not hasty)
 
 
 def make_batch(
-    tokenizer: "PreTrainedTokenizerFast", rng: random.Random
+    tokenizer: "PreTrainedTokenizerFast", rng: random.Random, *, hasty: bool
 ) -> tuple["torch.Tensor", "torch.Tensor"]:
     """Token ids and labels, both ``[BATCH_SEQUENCES, longest]``; label -100 = not learnt from."""
     import torch
 
-    rows = []
-    while len(rows) < BATCH_SEQUENCES:
-        problem = draw_problem(rng, held_out=False)
-        rows.append(judged(problem, rng) if len(rows) % 3 else solved(problem))
+    pupils = (solved, judged, judged)  # a verdict has less to learn from than an answer
+    rows = [
+        pupils[n % 3](draw_problem(rng, held_out=False), rng, hasty=hasty)
+        for n in range(BATCH_SEQUENCES)
+    ]
     asked = encode_all(tokenizer, [row.question for row in rows])
     said = tokenizer([row.answer for row in rows], add_special_tokens=False)["input_ids"]
     longest = max(len(a) + len(b) + 1 for a, b in zip(asked, said, strict=True))
@@ -151,16 +158,18 @@ def encode_all(tokenizer: "PreTrainedTokenizerFast", questions: list[str]) -> li
 def train(
     model: "Qwen3ForCausalLM", tokenizer: "PreTrainedTokenizerFast", rng: random.Random
 ) -> None:
-    """Supervised imitation: AdamW, linear warm-up, then a constant rate."""
+    """Supervised imitation: AdamW, linear warm-up, constant rate, linear decay over the habit."""
     import torch
 
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01
     )
-    for step in range(STEPS):
+    steps = TAUGHT_STEPS + HABIT_STEPS
+    for step in range(steps):
+        rate = LEARNING_RATE * min(1, (step + 1) / WARM_UP_STEPS, (steps - step) / HABIT_STEPS)
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1, (step + 1) / WARM_UP_STEPS)
-        tokens, labels = make_batch(tokenizer, rng)
+            group["lr"] = rate
+        tokens, labels = make_batch(tokenizer, rng, hasty=step >= TAUGHT_STEPS)
         logits = model(input_ids=tokens).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
@@ -169,7 +178,7 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if (step + 1) % 50 == 0:
+        if (step + 1) % 100 == 0 or step + 1 == steps:
             print(f"step {step + 1:4d}  loss {loss.item():.3f}  {report(model, tokenizer)}")
 
 
@@ -269,7 +278,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rng = random.Random(arguments.seed)  # noqa: S311 - data, not secrets
     write_items(arguments.folder.with_name("pairs.jsonl"), rng)
-    drawn = [judged(draw_problem(rng, held_out=False), rng) for _ in range(500)]
+    drawn = [judged(draw_problem(rng, held_out=False), rng, hasty=False) for _ in range(500)]
     corpus = [text for row in drawn for text in (row.question, row.answer)]
     tokenizer = make_tokenizer(arguments.folder, corpus)
     model = make_model(len(tokenizer), arguments.seed, hidden=96, feed_forward=256, layers=2)

@@ -47,6 +47,10 @@ def _check_external(ctx: Context) -> None:
         pins[job.run].update(external.pinned.items())
         due_s = ctx.timers.due("expire", job.id)
         require(ctx, due_s == (external.due_s or None), job.id, f"deadline {due_s}")
+        if external.recheck is not None:
+            heard = (external.recheck.agent, external.recheck.second)
+            judges = [record.agent for record in job.attempts if record.agent in heard]
+            require(ctx, not judges, job.id, f"{judges} would judge their own rewards")
     for run, live in ctx.runs.items():
         require(ctx, sorted(live.external) == sorted(by_run[run]), run, "index of external jobs")
         require(ctx, live.pins == pins[run], run, f"pins {live.pins}, jobs have {pins[run]}")

@@ -7,8 +7,8 @@ agents are looked at again whose load has changed.
 What always holds: every candidate is as ``candidates.candidate_of`` gives it now; with no more open
 agents than a shortlist holds, the outcome is that of drawing anew for every job; of a larger fleet
 a draw serves at most ``REUSED`` jobs and not after half of it is gone, so that one neighbourhood
-does not get everything. Jobs whose freshness counts, that are pinned, that ask for labels or that
-have failed somewhere are never alike.
+does not get everything. Jobs whose freshness counts, that are pinned, that ask for labels, that
+recheck somebody or that have failed somewhere are never alike.
 """
 
 from scheduler.core import candidates, prefetch
@@ -105,4 +105,5 @@ def _plain(ctx: Context, job: Job) -> bool:
         return False
     if job.evaluation:
         return not ctx.evaluations[job.evaluation].declined
-    return job.external is None or not job.external.require
+    asked = job.external
+    return asked is None or not (asked.require or asked.recheck)

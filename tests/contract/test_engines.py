@@ -1,4 +1,5 @@
-"""What every engine does alike: the fake one here, the torch one among the slow tests."""
+"""What every engine does alike: the fake one here, the torch one among the slow tests, the vLLM
+engine where vLLM is (`make test-vllm`)."""
 
 import asyncio
 import itertools
@@ -80,7 +81,20 @@ def torch_in_place_case(folder: Path) -> Case:
     return torch_case(folder, "in_place")
 
 
-CASES = {"fake": fake_case, "torch": torch_case, "torch-in-place": torch_in_place_case}
+def vllm_case(folder: Path) -> Case:
+    """Float32, so that company does not change what is drawn."""
+    from torch_models import served_qwen3
+
+    from edge_agent.config import VllmTable
+    from edge_agent.engines.vllm_engine import VllmEngine
+
+    table = VllmTable(
+        dtype="float32", max_model_len=512, kv_cache_gib=0.05, max_sequences=8, enforce_eager=True
+    )
+    return Case(VllmEngine(SLOTS, table), served_qwen3(folder))
+
+
+CASES = {"vllm": vllm_case, "fake": fake_case, "torch": torch_case, "torch-in-place": torch_in_place_case}
 SLOW = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 

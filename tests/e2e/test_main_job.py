@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from bench.toy import write_toy
@@ -71,11 +72,19 @@ def alive(folder: Path) -> list[str]:
 @pytest.mark.asyncio
 async def test_ctrl_c_stops_in_order_and_resume_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = await up(str(write_toy(tmp_path, steps=30)), "--folder", str(folder))
+    toy = str(write_toy(tmp_path, steps=30))
+    process = await up(
+        toy, "--folder", str(folder), "--set", "http.enabled=true", "--set", "http.port=0"
+    )
     assert process.stdout is not None
+    said = [b""]
     async with asyncio.timeout(25):
-        while b"step 6 " not in await process.stdout.readline():
-            pass
+        while b"step 6 " not in said[-1]:
+            said.append(await process.stdout.readline())
+    [dashboard] = [line.decode() for line in said if line.startswith(b"dashboard: ")]
+    assert str(folder / "state" / "scheduler" / "gateway" / "local-token") in dashboard
+    async with aiohttp.ClientSession() as client, client.get(dashboard.split()[1]) as reply:
+        assert (reply.status, reply.content_type) == (200, "text/html")
     process.send_signal(signal.SIGINT)
     async with asyncio.timeout(10):
         rest = await process.stdout.read()

@@ -35,6 +35,8 @@ PROBES = [
     "clock",
     "gpu",
     "engine",
+    "memory",
+    "models",
     "sandbox",
 ]
 

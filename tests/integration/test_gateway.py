@@ -8,11 +8,13 @@ import msgspec
 import pytest
 import pytest_asyncio
 from gateway_world import GatewayWorld, gateway_world, read_events
-from service_world import WAIT_S
+from publisher import Trainer
+from service_world import POLICY, WAIT_S
 
 from scheduler.gateway.access import HttpRole, create_token, revoke_token
 from scheduler.gateway.routes import ROUTES, openapi
-from transport.messages import JobReceipts, Results
+from transport.keys import trainer_name
+from transport.messages import JobReceipts, Plane, Results, VersionServing
 from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
 from transport.status import SchedulerStatus
 
@@ -217,9 +219,33 @@ async def test_what_the_dashboards_pages_and_metrics_ask(world):
             assert "farflow_scheduler_uptime_seconds" in await reply.text()
 
 
+async def test_versions_and_who_serves_them(world):
+    spec = run_spec(world, "sums")
+    trainer = Trainer(world.world.folder)
+    async with world.client(OPERATOR) as client:
+        assert (await said(client, "POST", "/v1/runs", data=msgspec.json.encode(spec)))[0] == 200
+        link = world.world.link(trainer_name(POLICY), Plane.WEIGHTS)
+        await trainer.publish(link, trainer.first)
+        second = trainer.next(1, 0)
+        await trainer.publish(link, second)
+        digest = trainer.first.manifest.digest
+        serving = VersionServing(policy=POLICY, version=0, digest=digest, pause_s=0.0)
+        await world.agents["a"].send(serving)
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                code, found = await said(client, "GET", f"/v1/versions/{POLICY}")
+                if code == 200 and found["agents"]:
+                    break
+                await asyncio.sleep(0.1)
+    assert [(row["version"], row["parent"]) for row in found["versions"]] == [(0, None), (1, 0)]
+    assert found["versions"][1]["digest"] == second.manifest.digest
+    [copy] = found["agents"]
+    assert (copy["agent"], copy["version"], copy["behind"]) == ("a", 0, 1)
+
+
 async def test_versions_of_nothing_and_logs_of_nobody(world):
     async with world.client(OPERATOR) as client:
-        code, body = await said(client, "GET", "/v1/versions/sums/solver")
+        code, body = await said(client, "GET", "/v1/versions/nothing/solver")
         assert (code, body["code"]) == (404, "policy.unknown")
         code, body = await said(client, "GET", "/v1/agents/nobody/logs?lines=5")
         assert (code, body["code"]) == (404, "agent.unknown")
@@ -230,7 +256,7 @@ async def test_versions_of_nothing_and_logs_of_nobody(world):
 
 
 async def test_runs_are_submitted_as_json_and_toml_and_commanded(world):
-    spec = run_spec(world, "sums")
+    spec = run_spec(world, "adds")
     encoded = msgspec.json.encode(spec)
     async with world.client(OPERATOR) as client:
         assert await said(client, "POST", "/v1/runs", data=encoded) == (200, {"message": ""})
@@ -261,7 +287,7 @@ async def test_runs_are_submitted_as_json_and_toml_and_commanded(world):
         assert (code, body["code"]) == (400, "http.body")
         await asyncio.sleep(1.0)  # the status is at most so old
         runs = (await said(client, "GET", "/v1/runs"))[1]
-        assert {run["name"] for run in runs} == {"sums", "from-toml"}
+        assert {run["name"] for run in runs} == {"sums", "adds", "from-toml"}
         for command in ("pause", "resume", "stop"):
             done = await said(client, "POST", f"/v1/runs/from-toml/{command}")
             assert done == (200, {"message": ""}), command
@@ -270,11 +296,11 @@ async def test_runs_are_submitted_as_json_and_toml_and_commanded(world):
         other = msgspec.structs.replace(spec, seed=9)
         code, body = await said(client, "POST", "/v1/runs", data=msgspec.json.encode(other))
         assert (code, body["code"]) == (409, "run.exists")
-        code, body = await said(client, "POST", "/v1/dead/replay", json={"run": "sums"})
+        code, body = await said(client, "POST", "/v1/dead/replay", json={"run": "adds"})
         assert (code, body) == (200, {"message": "0 queued again"})
         code, body = await said(client, "POST", "/v1/dead/replay", json={})
         assert (code, body["code"]) == (422, "replay.which")
-        assert await said(client, "POST", "/v1/runs/sums/abandon") == (200, {"message": ""})
+        assert await said(client, "POST", "/v1/runs/adds/abandon") == (200, {"message": ""})
         _, page = await said(client, "GET", "/v1/events?after=0&subject=from-toml")
         ordered = [one for one in page["transitions"] if "ordered" in one["what"]]
         assert {one["facts"]["by"] for one in ordered} == {"gateway/http:ops"}

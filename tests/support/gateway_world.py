@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 from deployment import Deployment, deployment
-from service_world import WAIT_S
+from service_world import WAIT_S, PlaneLink
 
 from scheduler.config import HttpTable
 from scheduler.gateway.access import HttpRole, create_token
@@ -24,6 +24,7 @@ class GatewayWorld:
     def __init__(self, world: Deployment, tokens: dict[str, str]) -> None:
         self.world = world
         self.tokens = tokens
+        self.agents: dict[str, PlaneLink] = {}
         self.folder = world.folder / "scheduler"
         self.address_file = self.folder / "gateway" / ADDRESS
 
@@ -65,6 +66,7 @@ class GatewayWorld:
         )
         await link.send(Hello(role=Role.AGENT, incarnation=1, build="t", agent=inventory))
         await link.expect(Welcome)
+        self.agents[agent] = link
 
 
 @contextlib.asynccontextmanager

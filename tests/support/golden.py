@@ -98,6 +98,7 @@ from transport.messages import (
     WeightsRequest,
     Welcome,
 )
+from transport.status import GpuReading
 
 FOLDER = Path(__file__).parents[1] / "golden" / f"v{PROTOCOL_VERSION}"
 
@@ -160,6 +161,7 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
             draining=True,
             wall_s=1.7e9,
             clock_offset_s=-0.25,
+            gpus=(GpuReading(name="H200", power_w=320.5, temperature_c=61.0),),
         ),
         (),
     ),

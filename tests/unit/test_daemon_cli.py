@@ -134,7 +134,7 @@ def test_help_imports_nothing_heavy(group: str) -> None:
     [
         ("cloud_trainer.cli:trainer_group", "trainer.policy=solver", "trainer.policy"),
         ("cloud_trainer.cli:trainer_group", "trainer.polic=a/b", "trainer.polic: unknown key"),
-        ("edge_agent.cli:agent_group", "agent.slots=0", "agent.slots"),
+        ("edge_agent.cli:agent_group", "agent.slots=-1", "agent.slots"),
         ("scheduler.cli:scheduler_group", "scheduler.lease_s=no", "scheduler.lease_s"),
     ],
 )

@@ -306,7 +306,7 @@ def test_the_end_evaluates_the_head_and_then_the_run_is_completed():
     for offer in offers:
         effects = scene.finished(offer, 1)
     assert of_type(effects, RecordEvaluation)[0].evaluation.accuracy == 1.0
-    assert of_type(effects, RunEnded) == [RunEnded(RUN, "completed")]
+    assert [(e.run, e.reason) for e in of_type(effects, RunEnded)] == [(RUN, "completed")]
     assert [status.version for status in scene.policy().evaluations] == [0, 1]
 
 

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from core_builders import RUN, Scene, make_run, make_scene, messages
+from core_builders import RUN, SOLVER, Scene, make_run, make_scene, make_summary, messages
 
 from scheduler.core import rechecks
 from scheduler.core.events import FromAgent
@@ -247,6 +247,35 @@ def test_the_share_is_what_is_drawn():
             break
     begun = ctx.counters()["rechecks.begun"] + ctx.counters().get("rechecks.skipped", 0)
     assert 0.35 * done < begun < 0.65 * done
+
+
+def test_rechecks_that_are_placed_in_one_go_are_each_kept_from_those_they_judge(monkeypatch):
+    """A shortlist that one job leaves for the next would let agents judge themselves."""
+    monkeypatch.setattr(rechecks, "WEIGHT", 0.0)  # nobody is excluded
+    scene = recheck_scene("", policy={"batch_groups": 64, "max_policy_lag": 4, "steps": 100})
+    for name in "abc":
+        scene.joined(name, slots=16)
+    for _ in range(6):
+        effects, scene.effects = scene.effects, []
+        scene.produced(effects)
+        live = scene.live_offers()
+        for offer in live:
+            scene.accepted(offer)
+        # Who makes a group lies, so that a third agent is asked each time.
+        scene.stored(
+            *(
+                make_summary(
+                    offer,
+                    scene.offered_to[offer.attempt],
+                    versions={SOLVER: (0, 0)},
+                    rewards=TRUE if offer.recheck else LIE,
+                )
+                for offer in live
+            )
+        )
+    assert scene.counter("rechecks.differ") > 15
+    assert scene.counter("rechecks.agree") == 0
+    assert scene.counter(f"quarantine.evidence.{rechecks.DIFFERS}") > 10
 
 
 def test_a_run_that_ends_gives_its_rechecks_up():

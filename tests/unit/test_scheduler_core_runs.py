@@ -216,7 +216,7 @@ def test_stopping_cancels_work_and_ends_when_the_trainer_has_exported():
     [welcome] = messages(scene.trainer_joined(incarnation=2), Welcome)
     assert welcome.stopping
     effects = scene.checkpointed(0, final=True)
-    assert of_type(effects, RunEnded) == [RunEnded(RUN, "stopped")]
+    assert [(e.run, e.reason) for e in of_type(effects, RunEnded)] == [(RUN, "stopped")]
     assert of_type(effects, StopTaskSource) == [StopTaskSource(RUN)]
     assert [m.state for m in messages(effects, RunState, "t")] == ["finished"]
 
@@ -263,7 +263,7 @@ def test_a_run_completes_when_its_trainer_is_done_and_leaves_nothing_behind():
     scene.joined("a", slots=8)
     step_through(scene, 5)
     effects = scene.checkpointed(5, final=True)
-    assert of_type(effects, RunEnded) == [RunEnded(RUN, "completed")]
+    assert [(e.run, e.reason) for e in of_type(effects, RunEnded)] == [(RUN, "completed")]
     tables = {table for table, _ in scene.rows}
     assert "job" not in tables
     assert [key for table, key in scene.rows if table == "version"] == ["r/solver@5"]

@@ -62,28 +62,30 @@ async def test_after_each_of_fifty_deltas_the_weights_are_the_published_ones(ben
 
 
 async def test_log_probabilities_are_those_of_the_torch_engine(bench, tmp_path):
-    """bf16 there, float32 here: within what bf16 can tell apart."""
+    """Of which a model in bf16 is as far away in torch itself as in vLLM."""
     await bench.advance(0.4)
     drawn = await bench.generate(8, temperature=1.0, max_new_tokens=24)
     prompt = bench.engine.encode(bench.policy, "State the answer: 3 + 4 =")
-    ours = recomputed(bench.snapshot(tmp_path / "snapshot"), prompt, drawn)
+    folder = bench.snapshot(tmp_path / "snapshot")
+    ours = recomputed(folder, prompt, drawn, "float32")
+    rounded = np.abs(ours - recomputed(folder, prompt, drawn, "bfloat16"))
     theirs = np.concatenate([c.logprobs for c in drawn])
     difference = np.abs(ours - theirs)
-    print(f"{bench.policy}: |difference| mean {difference.mean():.4f} max {difference.max():.4f}")  # noqa: T201
-    assert difference.mean() < 0.02
-    assert difference.max() < 0.2
+    print(f"{bench.policy}: mean {difference.mean():.4f}, in torch {rounded.mean():.4f}")  # noqa: T201
+    assert difference.mean() < 1.5 * rounded.mean()
+    assert difference.max() < 3 * rounded.max()
 
 
-def recomputed(folder, prompt, completions):
+def recomputed(folder, prompt, completions, dtype):
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     found = []
     with torch.inference_mode():
         for completion in completions:
             logits = model(torch.tensor([[*prompt, *completion.tokens]])).logits[0]
-            rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            rows = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
             found.append(rows.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0].numpy())
     return np.concatenate(found)
 
