@@ -18,7 +18,7 @@ test-slow: $(STAMP)  ## torch, real constants, real processes
 	$(BIN)/python -m pytest -m slow --timeout 600
 
 test-vllm: $(VLLM_STAMP)  ## the vLLM engine, with real vLLM on this CPU
-	HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(VLLM_BIN)/python -m pytest tests/vllm
+	HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/vllm tests/contract/test_engines.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports

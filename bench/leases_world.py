@@ -77,6 +77,9 @@ weights_port = 0
 enrolment_port = 0
 keys = {json.dumps(config.transport.keys)}
 
+[http]
+enabled = false
+
 [scheduler]
 folder = {json.dumps(config.scheduler.folder)}
 durability = "power-loss"

@@ -23,13 +23,13 @@ POLICIES: Final = ("solver", "verifier")
 NAMES: Final = {
     "held-out": "solver alone, greedy",
     "alone": "solver alone, drawn at temperature 1",
-    "best-of-4": "best of four by the verifier",
+    "best-of-8": "best of eight by the verifier",
     "verdicts": "verifier, greedy, half of the claims right",
 }
 COLOURS: Final = {
     "held-out": "tab:blue",
     "alone": "tab:cyan",
-    "best-of-4": "tab:green",
+    "best-of-8": "tab:green",
     "verdicts": "tab:orange",
 }
 LEAST_GAIN: Final = 0.1
@@ -73,12 +73,12 @@ def seed_rows(seed: int, summary: dict[str, Any], quick: bool) -> list[Row]:
                 ok=quick or after >= target,
             )
         )
-    best = found["best-of-4"]["accuracy_after"]
+    best = found["best-of-8"]["accuracy_after"]
     for name in ("held-out", "alone"):
         alone = found[name]["accuracy_after"]
         rows.append(
             Row(
-                metric=f"seed {seed}: best of four, after",
+                metric=f"seed {seed}: best of eight, after",
                 value=best,
                 unit="share",
                 reference=NAMES[name],
@@ -87,8 +87,8 @@ def seed_rows(seed: int, summary: dict[str, Any], quick: bool) -> list[Row]:
                 ok=best > alone,
             )
         )
-    bound = found["alone"]["pass_at"]["4"]
-    rows.append(Row(metric=f"seed {seed}: one of four is right, after", value=bound, unit="share"))
+    bound = found["alone"]["pass_at"]["8"]
+    rows.append(Row(metric=f"seed {seed}: one of eight is right, after", value=bound, unit="share"))
     rows.append(Row(metric=f"seed {seed}: time", value=float(summary["wall_s"]), unit="s"))
     return rows
 

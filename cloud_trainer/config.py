@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from transport.runtime.settings import Bytes, Count, DaemonConfig, PositiveSeconds
+from transport.runtime.settings import Bytes, Count, DaemonConfig, Port, PositiveSeconds
 
 
 class PublicationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +26,8 @@ class PublicationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class TrainerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[trainer]``. ``policy`` is RUN/NAME. ``ranks`` processes share the model (FSDP2), each with
     a ``device`` and ``threads`` of its own; one that is lost or silent for ``rank_timeout_s`` ends
-    the others. ``wandb`` names a project of Weights & Biases that metrics go to as well."""
+    the others. ``wandb`` names a project of Weights & Biases that metrics go to as well;
+    ``metrics_port`` serves them to Prometheus on this machine (0: not at all)."""
 
     policy: str = ""
     folder: str = "trainer"
@@ -37,6 +38,7 @@ class TrainerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ranks: Annotated[int, Meta(ge=1, le=1024)] = 1
     rank_timeout_s: Annotated[float, Meta(ge=1.0, le=86_400.0)] = 600.0
     wandb: Annotated[str, Meta(max_length=128)] = ""
+    metrics_port: Port = 0
     keep_checkpoints: Count = 2
     fetch_window_bytes: Bytes = 64 * 2**20
     fetch_timeout_s: PositiveSeconds = 10.0

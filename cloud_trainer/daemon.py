@@ -23,6 +23,7 @@ from cloud_trainer.process_group import IDLES_PER_TIMEOUT, ProcessRanks, ranks_f
 from cloud_trainer.ranks import follow
 from cloud_trainer.shell import TrainerShell
 from cloud_trainer.tracking import check_tracking
+from cloud_trainer.tracking_sinks import LastNumbers
 from cloud_trainer.trainer_keys import load_keys
 from transport.errors import ConfigError
 from transport.ids import is_name
@@ -30,6 +31,7 @@ from transport.links import Network
 from transport.messages import WORK_PLANES
 from transport.plane_links import PlaneLinks
 from transport.runtime.clock import Clock, SystemClock
+from transport.runtime.metrics_http import serve_metrics
 
 MAX_ROLLBACKS = 3
 
@@ -86,6 +88,7 @@ async def run_daemon(
         )
         try:
             links = PlaneLinks(network, config.transport, key=keys.link, server_key=keys.server)
+            numbers = LastNumbers()
             on_ready({"ready": True, "ports": {}, "policy": table.policy})
             try:
 
@@ -100,10 +103,16 @@ async def run_daemon(
                         trainers=make,
                         clock=clock,
                         build=build,
+                        sinks={"prometheus": numbers} if table.metrics_port else {},
                     )
 
                 work = _incarnations(home, clock, links, make_shell, stop)
-                return await (_lead(ranks, work) if isinstance(ranks, ProcessRanks) else work)
+                serving = asyncio.create_task(_serve_metrics(table.metrics_port, numbers))
+                try:
+                    return await (_lead(ranks, work) if isinstance(ranks, ProcessRanks) else work)
+                finally:
+                    serving.cancel()
+                    await asyncio.gather(serving, return_exceptions=True)
             finally:
                 await links.close()
         finally:
@@ -111,6 +120,11 @@ async def run_daemon(
     finally:
         if own_network:
             await network.close()
+
+
+async def _serve_metrics(port: int, numbers: LastNumbers) -> None:
+    if port:
+        await serve_metrics(port, numbers.page, "trainer.metrics_port")
 
 
 async def _follow(ranks: ProcessRanks, table: TrainerTable) -> int:

@@ -7,7 +7,7 @@ is an event. Nothing is decided here. An error of any part ends the shell with t
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from cloud_trainer.factory import MakeTrainer, spec_digest
 from cloud_trainer.home import Start, TrainerHome
 from cloud_trainer.publisher import Publisher
 from cloud_trainer.ranks import LeadTrainer, Ranks
-from cloud_trainer.tracking import Tracking
+from cloud_trainer.tracking import Sink, Tracking
 from cloud_trainer.trainer import Arrays
 from cloud_trainer.workers import Workers
 from transport.chunk_service import ChunkService
@@ -91,6 +91,7 @@ class TrainerShell:
         trainers: MakeTrainer,
         clock: Clock,
         build: str,
+        sinks: Mapping[str, Sink] | None = None,
     ) -> None:
         settings = CoreSettings(
             policy=table.policy,
@@ -110,7 +111,7 @@ class TrainerShell:
         self._make_trainer = trainers
         self._clock = clock
         self._build = build
-        self._metrics = Tracking(home.folder, policy=table.policy, project=table.wandb)
+        self._metrics = Tracking(home.folder, policy=table.policy, project=table.wandb, sinks=sinks)
         self._workers = Workers(model=1, publisher=1, disk=1, reader=1, bodies=_CHECKERS)
         self._chunks = ChunkService(start.outbox, links, self._workers.executor("reader"))
         self._trainer: LeadTrainer | None = None

@@ -49,10 +49,18 @@ class Tracking:
     """All of it for one trainer in ``folder``; ``project`` is that of Weights & Biases, or "".
     Blocks; one call at a time."""
 
-    def __init__(self, folder: Path, *, policy: str, project: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        policy: str,
+        project: str = "",
+        sinks: Mapping[str, Sink] | None = None,
+    ) -> None:
+        """``sinks`` are more of them, by name."""
         self._file = MetricsFile(folder)
         self._file_works = True
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, Sink] = dict(sinks or {})
         if _installed("tensorboard"):
             from cloud_trainer.tracking_sinks import TensorBoardSink
 

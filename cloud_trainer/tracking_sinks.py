@@ -1,4 +1,4 @@
-"""Where a trainer's numbers go beside its own file: TensorBoard and Weights & Biases.
+"""Where a trainer's numbers go beside its own file: TensorBoard, Weights & Biases, Prometheus.
 
 What always holds: what is not a finite number is left out; a step that is trained again after a
 restart takes the place of what TensorBoard plotted for it (Weights & Biases has a run per start);
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+
+from transport.telemetry import page
 
 EVENTS_LIMIT_BYTES = 256 << 20
 """Of one start; about a million steps."""
@@ -57,6 +59,32 @@ class TensorBoardSink:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+class LastNumbers:
+    """The last numbers of each kind, as a page of metrics."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, int] = {}
+        self._numbers: dict[tuple[str, str], float] = {}
+
+    def write(self, kind: str, wall_s: float, step: int, numbers: Mapping[str, float]) -> None:
+        self._steps[kind] = step
+        self._numbers.update(((kind, name), value) for name, value in numbers.items())
+
+    def page(self) -> bytes:
+        """Of what was written since the start."""
+        found = dict(self._numbers)  # another thread writes
+        return page(
+            "trainer",
+            {
+                "farflow_trainer_step": [((kind,), step) for kind, step in self._steps.items()],
+                "farflow_trainer_last_metric": sorted(found.items()),
+            },
+        )
+
+    def close(self) -> None:
+        """They stay until the process ends."""
 
 
 class WandbSink:

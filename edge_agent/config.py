@@ -9,6 +9,7 @@ from transport.runtime.settings import (
     Bytes,
     Count,
     DaemonConfig,
+    Port,
     PositiveSeconds,
     Seconds,
 )
@@ -78,7 +79,7 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``price_usd_hour`` is what the box costs, ``egress_usd_gb`` what a gigabyte (10^9 bytes) costs
     that leaves it (0: unknown or free), for budgets and for ties between agents; with
     ``token_file`` the agent enrols itself at its first start, and takes key, host and ports from
-    that enrolment."""
+    that enrolment; ``metrics_port`` serves metrics to Prometheus on this box (0: not at all)."""
 
     folder: str = "agent"
     key: str = ""
@@ -103,6 +104,7 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reward_timeout_s: PositiveSeconds = 30.0
     attempt_timeout_s: PositiveSeconds = 3600.0
     drain_s: Seconds = 30.0
+    metrics_port: Port = 0
     fake: FakeEngineTable = FakeEngineTable()
     vllm: VllmTable = VllmTable()
 

@@ -15,6 +15,7 @@ from importlib import metadata
 import msgspec
 import structlog
 
+from edge_agent import metrics
 from edge_agent.attempt_runner import AttemptRunner
 from edge_agent.config import AgentConfig
 from edge_agent.core.effects import (
@@ -187,6 +188,7 @@ class AgentShell:
         engine.when_freed = self._sequences_ended
         engine.when_lost = lambda policy: self.feed(PolicyLost(policy=policy))
         self._gpus = GpuWatch()
+        self._metrics_port = config.agent.metrics_port
         self._tasks: asyncio.TaskGroup | None = None
         self._outcome: asyncio.Future[Exit] | None = None
 
@@ -209,6 +211,9 @@ class AgentShell:
                 tasks.create_task(self._uploader.run()),
                 tasks.create_task(self._sources.run()),
                 tasks.create_task(self._gpus.run()),
+                tasks.create_task(
+                    metrics.serve(self._metrics_port, self.core, self._engine, self._clock)
+                ),
                 tasks.create_task(self._drain_at(stop)),
             ]
             self._measure()

@@ -17,8 +17,10 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ``keep_versions_max``; ``composite_cpu_share`` of one core goes into shortcuts for them.
     ``weights_http_port`` serves weight files over HTTP (0: not at all) at ``weights_http_host``,
     beyond this machine only with ``weights_http_certificate`` (PEM, with its chain) and
-    ``weights_http_key`` (PEM, unencrypted). ``tenant_shares`` weighs the tenants of runs (1 where
-    not named); ``egress_usd_gb`` is what 10^9 bytes of weights that leave here cost.
+    ``weights_http_key`` (PEM, unencrypted). ``services_metrics_port`` and the one after it serve
+    the metrics of trajectory log and weight store on this machine (0: not at all).
+    ``tenant_shares`` weighs the tenants of runs (1 where not named); ``egress_usd_gb`` is what 10^9
+    bytes of weights that leave here cost.
     ``data_modules`` are the modules whose filters, replay selectors and curators runs may name;
     they are imported here, at the start, and run beside the deciding loop.
     ``task_modules`` are the modules whose functions runs may name as task sources (``[task]
@@ -54,6 +56,7 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     weights_http_port: Port = 0
     weights_http_certificate: str = ""
     weights_http_key: str = ""
+    services_metrics_port: Annotated[int, Meta(ge=0, le=65534)] = 0
     tenant_shares: dict[str, Annotated[float, Meta(gt=0.0, le=1e6)]] = {}
     egress_usd_gb: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     data_modules: Annotated[tuple[str, ...], Meta(max_length=32)] = ()

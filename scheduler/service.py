@@ -9,6 +9,7 @@ be promised.
 import asyncio
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,8 @@ from transport.runtime.files import (
     next_incarnation,
     private_dir,
 )
+from transport.runtime.metrics_http import serve_metrics
+from transport.telemetry import Sample, page
 
 T = TypeVar("T")
 
@@ -43,6 +46,8 @@ _log = structlog.get_logger()
 
 class Service(Protocol):
     """One plane's work; all methods are called on the loop and must not block."""
+
+    counters: Counter[str]
 
     def arrived(self, arrival: Arrival) -> None: ...
 
@@ -146,7 +151,8 @@ async def run_service(
             service = open_service(Surroundings(config, folder, hub, clock, rng, control.send))
             on_ready({"ready": True, "port": hub.port})
             _log.info("service.ready", port=hub.port)
-            return await _run_parts(stop, hub, control, service)
+            port = _metrics_port(config, plane)
+            return await _run_parts(stop, hub, control, service, port)
         finally:
             if service is not None:
                 await service.close()
@@ -171,8 +177,14 @@ async def claim(folder: Path, stop: asyncio.Event) -> FolderLock:
             await asyncio.sleep(CLAIM_AGAIN_S)
 
 
+def _metrics_port(config: SchedulerConfig, plane: Plane) -> int:
+    """The trajectory log's is the one that is set, the weight store's the next."""
+    first = config.scheduler.services_metrics_port
+    return first and first + (plane is Plane.WEIGHTS)
+
+
 async def _run_parts(
-    stop: asyncio.Event, hub: PlaneHub, control: ControlLink, service: Service
+    stop: asyncio.Event, hub: PlaneHub, control: ControlLink, service: Service, metrics_port: int
 ) -> int:
     parts = [
         asyncio.create_task(part, name=name)
@@ -183,13 +195,14 @@ async def _run_parts(
             **service.parts(),
         }.items()
     ]
+    serving = asyncio.create_task(_serve_metrics(metrics_port, service))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in (stopping, *parts):
+        for task in (stopping, serving, *parts):
             task.cancel()
-        outcomes = await asyncio.gather(*parts, return_exceptions=True)
+        outcomes = await asyncio.gather(*parts, serving, return_exceptions=True)
     status = 0
     for outcome in outcomes:
         if isinstance(outcome, StoreError):
@@ -198,6 +211,19 @@ async def _run_parts(
         elif isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
             raise outcome
     return status
+
+
+async def _serve_metrics(port: int, service: Service) -> None:
+    if port:
+        await serve_metrics(
+            port,
+            lambda: page("service", {"farflow_service_happened_total": _happened(service)}),
+            "scheduler.services_metrics_port",
+        )
+
+
+def _happened(service: Service) -> list[Sample]:
+    return [((name,), count) for name, count in sorted(service.counters.items())]
 
 
 async def _receive(hub: PlaneHub, service: Service) -> None:

@@ -200,12 +200,29 @@ METRICS: Final[dict[Daemon, tuple[Metric, ...]]] = {
         ),
         Metric("farflow_edge_attempts", "gauge", "Attempts that it holds."),
         Metric("farflow_edge_policy_version", "gauge", "Version in use.", _POLICY),
+        Metric("farflow_edge_gpu_power_watts", "gauge", "Through NVML.", ("gpu",)),
+        Metric(
+            "farflow_edge_gpu_temperature_celsius",
+            "gauge",
+            "Through NVML.",
+            ("gpu",),
+            alert="farflow_edge_gpu_temperature_celsius > 90",
+            remedy="look at the box's cooling; `farflow drain AGENT` before",
+        ),
     ),
     "trainer": (
-        Metric("farflow_trainer_step", "gauge", "Optimizer steps done."),
-        Metric("farflow_trainer_version", "gauge", "Newest published version."),
-        Metric("farflow_trainer_last_metric", "gauge", "As in `metrics.jsonl`.", ("name",)),
-        Metric("farflow_trainer_last_step_seconds", "gauge", "Training time of the last step."),
+        Metric(
+            "farflow_trainer_step",
+            "gauge",
+            "Last optimizer step of which there is a step, version or checkpoint.",
+            ("kind",),
+        ),
+        Metric(
+            "farflow_trainer_last_metric",
+            "gauge",
+            "The last line of each kind in `metrics.jsonl`.",
+            ("kind", "name"),
+        ),
     ),
     "service": (
         Metric(
@@ -257,7 +274,7 @@ def markdown() -> str:
         "scheduler": "Scheduler (`GET /metrics` of the HTTP server)",
         "agent": "Agent (`[agent] metrics_port`)",
         "trainer": "Trainer (`[trainer] metrics_port`)",
-        "service": "Trajectory log and weight store (`[scheduler] services_metrics_port`)",
+        "service": "Trajectory log, weight store (`[scheduler] services_metrics_port`, the next)",
     }
     lines = [
         "# Metrics",

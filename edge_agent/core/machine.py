@@ -357,7 +357,7 @@ class AgentCore:
             effects.append(ToScheduler(message=self._hello()))
         repeated = self._session.heartbeat_due(now)
         if repeated is not None:
-            effects += [*repeated, ToScheduler(message=self._heartbeat(now))]
+            effects += [*repeated, ToScheduler(message=self.heartbeat(now))]
         handed_back = self._leaving.done(now)
         if handed_back is not None:
             effects += handed_back + self._exit(f"drained: {self._leaving.reason}", 0)
@@ -392,7 +392,8 @@ class AgentCore:
             ),
         )
 
-    def _heartbeat(self, now: float) -> Heartbeat:
+    def heartbeat(self, now: float) -> Heartbeat:
+        """The next sign of life, as it would be now."""
         return Heartbeat(
             sequence=self._session.sequence,
             sent_s=now,

@@ -246,7 +246,8 @@ class WeightWriter:
         if entry["box"] is not None:
             found = Box(*entry["box"])
             view = torch.as_strided(storage, found.shape, found.target_strides, found.target)
-            source = torch.as_strided(values, found.shape, found.source_strides, found.source)
+            begin = int(values.storage_offset()) + found.source  # counted in the file
+            source = torch.as_strided(values, found.shape, found.source_strides, begin)
             return _Entry(view, None, self._placed(source, dense=True))
         if entry["positions"] is None:
             start, end = entry["start"], entry["start"] + entry["count"]

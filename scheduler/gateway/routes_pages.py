@@ -67,7 +67,8 @@ async def _history(call: Call) -> RunHistory:
 
 async def _metrics(call: Call) -> web.Response:
     snapshot = await call.world.feed.status()
-    return web.Response(body=render(snapshot.status), headers={"Content-Type": CONTENT_TYPE})
+    page = await asyncio.to_thread(render, snapshot.status)
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
 
 PAGES: Final = (

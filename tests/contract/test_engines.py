@@ -2,9 +2,10 @@
 engine where vLLM is (`make test-vllm`)."""
 
 import asyncio
+import importlib.util
 import itertools
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,20 +95,50 @@ def vllm_case(folder: Path) -> Case:
     return Case(VllmEngine(SLOTS, table), served_qwen3(folder))
 
 
-CASES = {"vllm": vllm_case, "fake": fake_case, "torch": torch_case, "torch-in-place": torch_in_place_case}
+CASES = {
+    "fake": fake_case,
+    "torch": torch_case,
+    "torch-in-place": torch_in_place_case,
+    "vllm": vllm_case,
+}
 SLOW = [pytest.mark.slow, pytest.mark.timeout(120)]
+REAL = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
+PARAMS = ["fake", *(pytest.param(name, marks=SLOW) for name in ("torch", "torch-in-place"))]
+if importlib.util.find_spec("vllm") is not None:
+    PARAMS.append(pytest.param("vllm", marks=REAL))
 
 
-@pytest_asyncio.fixture(
-    params=["fake", *(pytest.param(name, marks=SLOW) for name in ("torch", "torch-in-place"))]
-)
-async def case(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Case]:
-    made = CASES[request.param](tmp_path / "model")
+@pytest.fixture(scope="session")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    """Engines whose processes outlive a test: they take long to start."""
+    made: dict[str, Case] = {}
+    yield made
+    for case in made.values():
+        asyncio.run(case.engine.close())
+
+
+@pytest_asyncio.fixture(params=PARAMS)
+async def case(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    lasting: dict[str, Case],
+) -> AsyncIterator[Case]:
+    lasts = request.param == "vllm"
+    made = lasting.get(request.param) or CASES[request.param](
+        tmp_path_factory.mktemp("c") / "model"
+    )
     await made.engine.start()
-    assert made.engine.version(A) is None
+    if lasts:
+        lasting[request.param] = made
+        made.engine.when_freed = None
+    else:
+        assert made.engine.version(A) is None
     await made.engine.load_policy(A, made.folder, 3)
     yield made
-    await made.engine.close()
+    if lasts:
+        await made.engine.unload_policy(B)
+    else:
+        await made.engine.close()
 
 
 async def until_tokens(engine: Engine, count: int) -> None:
@@ -164,11 +195,13 @@ async def test_greedy_takes_the_same_way_in_any_company(case: Case) -> None:
 
 @pytest.mark.asyncio
 async def test_more_sequences_than_slots_run_in_waves(case: Case) -> None:
+    before = case.engine.stats().tokens_generated
     results = await asyncio.gather(*(case.engine.generate(case.request(n=5)) for _ in range(3)))
     assert [len(result) for result in results] == [5, 5, 5]
     await until_idle(case.engine)
     stats = case.engine.stats()
-    assert stats.tokens_generated == sum(len(c.tokens) for result in results for c in result)
+    drawn = sum(len(c.tokens) for result in results for c in result)
+    assert stats.tokens_generated == before + drawn
     assert stats.busy_s > 0
 
 

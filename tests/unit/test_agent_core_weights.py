@@ -36,6 +36,7 @@ from edge_agent.core.events import (
     GroupGenerated,
     GroupSpooled,
     PlanStaged,
+    PolicyLost,
     StageFailed,
     SwapFailed,
     Tick,
@@ -233,6 +234,21 @@ def test_back_off_grows_and_is_bounded() -> None:
     assert max(waits) <= 4.1
     assert max(waits[:2]) <= 2.1
     assert max(waits) > 2.5
+
+
+def test_a_policy_that_its_engine_lost_is_loaded_again_from_the_copy_on_disk() -> None:
+    story = Story().up(version=4)
+    story.scheduler(offer(1))
+    fetched = one(FetchPlan, story.feed(FromWeightStore(message=plan(5))))
+    lost = story.feed(PolicyLost(policy=POLICY))
+    assert one(CancelFetch, lost).ticket == fetched.ticket
+    assert one(OpenCopy, lost).policy == POLICY
+    assert not of(RunAttempt, story.scheduler(offer(2)))
+    assert story.feed(PolicyLost(policy=POLICY)) == []  # it is under way
+    assert story.feed(story.swapped(5, fetched.ticket)) == []
+    back = story.feed(CopyOpened(policy=POLICY, version=4, digest="d4"))
+    assert said(VersionServing, back)[0].version == 4
+    assert one(RunAttempt, back).offer == offer(2)
 
 
 def test_pinned_work_waits_for_its_version_and_holds_the_copy_there() -> None:

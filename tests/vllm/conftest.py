@@ -1,5 +1,7 @@
 """One engine with real vLLM for the whole suite: starting one takes 20 s."""
 
+from pathlib import Path
+
 import pytest
 import pytest_asyncio
 from torch_models import served_llama, served_qwen3
@@ -10,6 +12,8 @@ from edge_agent.engines.vllm_engine import VllmEngine
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
         item.add_marker(pytest.mark.vllm)
         item.add_marker(pytest.mark.timeout(600))
         # vLLM and what it imports warn about themselves.
