@@ -303,9 +303,8 @@ class TrainerShell:
                 self._publisher.capture(order.step, stepped.weights)
             else:
                 _log.error("step.non_finite", step=order.step, tensor=stepped.non_finite)
-            facts, drifts = stepped.metrics, stepped.drifts
-            done = on.StepFinished(step=order.step, metrics=facts, finite=finite, drifts=drifts)
-            self._feed(done)
+            facts, found = stepped.metrics, stepped.drifts
+            self._feed(on.StepFinished(step=order.step, metrics=facts, finite=finite, drifts=found))
 
         self._workers.hand_over("model", step, done)
 

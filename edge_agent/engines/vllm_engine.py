@@ -52,6 +52,7 @@ _log = structlog.get_logger()
 
 BACKOFF_S: Final = 2.0
 BACKOFF_MAX_S: Final = 120.0
+START_TRIES: Final = 3
 STEADY_S: Final = 600.0
 """A process that lived so long has not crashed again and again."""
 
@@ -231,25 +232,8 @@ class VllmEngine:
             if hosted is not None and await self._reloaded(hosted.policy, folder, version):
                 return
             await self._retired(policy)
-            wait_s = self._not_before_s.get(policy, 0.0) - self._clock.monotonic_s()
-            if wait_s > 0:
-                _log.info("engine.backing_off", policy=policy, wait_s=round(wait_s, 1))
-                await asyncio.sleep(wait_s)
             began_s = self._clock.monotonic_s()
-            try:
-                loaded = await asyncio.to_thread(
-                    VllmPolicy,
-                    policy,
-                    folder,
-                    version,
-                    self._table,
-                    device=self._device,
-                    clock=self._clock,
-                    lost=self._died,
-                )
-            except EngineCrashed:
-                self._back_off(policy)
-                raise
+            loaded = await self._started(policy, folder, version)
             if self._loop is None:
                 await asyncio.to_thread(loaded.stop)
                 raise ModelError(f"{policy}: the engine was closed while it loaded")
@@ -262,6 +246,32 @@ class VllmEngine:
             took_s=round(now_s - began_s, 1),
             kv_tokens=loaded.kv_tokens,
         )
+
+    async def _started(self, name: str, folder: Path, version: int) -> VllmPolicy:
+        """Try a few times: what else takes memory may be about to end."""
+        left = START_TRIES
+        while True:
+            wait_s = self._not_before_s.get(name, 0.0) - self._clock.monotonic_s()
+            if wait_s > 0:
+                _log.info("engine.backing_off", policy=name, wait_s=round(wait_s, 1))
+                await asyncio.sleep(wait_s)
+            try:
+                return await asyncio.to_thread(
+                    VllmPolicy,
+                    name,
+                    folder,
+                    version,
+                    self._table,
+                    device=self._device,
+                    clock=self._clock,
+                    lost=self._died,
+                )
+            except EngineCrashed as error:
+                left -= 1
+                self._back_off(name)
+                _log.warning("engine.not_started", policy=name, left=left, reason=str(error))
+                if not left:
+                    raise
 
     async def _reloaded(self, policy: VllmPolicy, folder: Path, version: int) -> bool:
         try:

@@ -198,7 +198,7 @@ class VllmPolicy:
     def stop(self, reason: EngineError | None = None) -> None:
         """End vLLM, and what it still draws with ``reason``. Blocks; harmless when it has ended."""
         if self._thread.is_alive():
-            with contextlib.suppress(FarflowError, concurrent.futures.TimeoutError):
+            with contextlib.suppress(FarflowError):
                 closed = reason or GenerationFailed("the engine is closed")
                 self._call(self._end(closed), 60.0, ends=True)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -215,6 +215,10 @@ class VllmPolicy:
     ) -> T:
         try:
             return self._send(work, ends=ends).result(within_s)
+        except concurrent.futures.TimeoutError as error:
+            why = f"vLLM has not answered for {within_s:g} s"
+            self._loop.call_soon_threadsafe(self._die, why)
+            raise EngineCrashed(f"{self.name}: {why}") from error
         except concurrent.futures.CancelledError as error:
             raise EngineCrashed(f"{self.name}: {self.dead or 'vLLM is being ended'}") from error
 
@@ -381,7 +385,6 @@ class VllmPolicy:
             await asyncio.wait(tasks, timeout=10.0)
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
-            await asyncio.sleep(0)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -392,8 +395,6 @@ class VllmPolicy:
 def _start_fault(folder: Path, error: Exception) -> FarflowError:
     """What vLLM raises here before it starts a process is about the model or its arguments."""
     text = f"{folder}: vLLM does not take it: {type(error).__name__}: {error}"
-    if isinstance(error, TimeoutError | concurrent.futures.TimeoutError):
-        return EngineCrashed(f"{folder}: vLLM did not start in time (agent.vllm.start_timeout_s)")
     if isinstance(error, ValueError | TypeError | NotImplementedError | ImportError):
         return ModelError(text)
     return EngineCrashed(text)

@@ -58,10 +58,12 @@ class Sequence:
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     last = output.outputs[0]
+                    if self._stale and not self.begun:
+                        break  # on its way to vLLM when it was to be aborted, or a moment too late
                     self._take(last)
-            reason = None if last is None else last.finish_reason
-            if reason == "abort" and self._stale and not self.begun:
+            if self._stale and not self.begun:
                 continue
+            reason = None if last is None else last.finish_reason
             if last is None or reason not in ("stop", "length"):
                 raise GenerationFailed(f"{self._request.request_id}: vLLM ended it: {reason}")
             return self._completion(last)

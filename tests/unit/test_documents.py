@@ -39,7 +39,8 @@ INLINE = sorted({(p.name, c) for p in PAGES for c in inline(p)})
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the documents name."""
-    for name in ("deployment.toml", "examples/arithmetic.toml", "RUN_FOLDER/deployment.toml"):
+    examples = ("examples/arithmetic.toml", "examples/solve_and_verify.toml")
+    for name in ("deployment.toml", *examples, "RUN_FOLDER/deployment.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "FOLDER").mkdir()
