@@ -49,6 +49,33 @@ class VllmTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     extra: dict[str, bool | int | float | str] = {}
 
 
+class OpenaiServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server that the user runs. ``base_url`` is without ``/v1``; ``api_key_file`` holds the key
+    that it wants, if any; ``model`` is the name that it serves (empty: its only one). With
+    ``weight_updates`` vllm new weights are written into it through vLLM's own routes, files in
+    ``exchange_folder`` (empty: memory), which server and agent both see; off: it serves frozen
+    policies only, and nobody can read its weights, so ``accept_unverified`` must say that they are
+    the policy's."""
+
+    base_url: str = ""
+    api_key_file: str = ""
+    model: str = ""
+    weight_updates: Literal["off", "vllm"] = "off"
+    exchange_folder: str = ""
+    accept_unverified: bool = False
+
+
+class OpenaiTable(OpenaiServer, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[agent.openai]``: the server that generates. Policies in ``servers``, by name or id, have
+    another, as a whole table of those settings. A server that says nothing for ``timeout_s`` while
+    it should is given up; one that cannot be reached is waited for ``away_s`` when a policy
+    loads."""
+
+    servers: dict[str, OpenaiServer] = {}
+    timeout_s: PositiveSeconds = 600.0
+    away_s: PositiveSeconds = 120.0
+
+
 class ProgramTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[agent.programs.NAME]``: a program that runs may name as their workflow, ``program:NAME``,
     and that nobody but the owner of this agent can add. ``command`` is the program with its
@@ -84,7 +111,7 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     folder: str = "agent"
     key: str = ""
     token_file: str = ""
-    engine: Literal["vllm", "torch", "fake"] = "torch"
+    engine: Literal["vllm", "torch", "openai", "fake"] = "torch"
     slots: Annotated[int, Meta(ge=0, le=10**9)] = 64
     device: str = "cpu"
     threads: Count = 1
@@ -107,6 +134,7 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     metrics_port: Port = 0
     fake: FakeEngineTable = FakeEngineTable()
     vllm: VllmTable = VllmTable()
+    openai: OpenaiTable = OpenaiTable()
 
     def __post_init__(self) -> None:
         if not self.slots and self.engine != "vllm":

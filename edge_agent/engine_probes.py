@@ -63,7 +63,7 @@ async def vllm_memory_verdict(table: AgentTable, call: Call) -> Verdict:
     status, out = await call("nvidia-smi", query, "--format=csv,noheader,nounits")
     index = table.device.partition(":")[2] or "0"
     lines = out.splitlines()
-    if status != 0 or int(index) >= len(lines):
+    if status != 0 or not index.isdigit() or int(index) >= len(lines):
         return Verdict("nvidia-smi does not tell", "mend the NVIDIA driver")
     free_mib, total_mib = (float(each) for each in lines[int(index)].split(","))
     share = sum(table.vllm.memory_shares.values()) or table.vllm.memory_share

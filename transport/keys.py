@@ -237,17 +237,17 @@ def create_keys(
     for public_folder in ("authorized", "signers", "relays", "certificates"):
         make_folder(folder / public_folder, 0o755)
     make_folder(folder / "signing", 0o700)
-    server = _ensure(folder, "server", Role.SCHEDULER, public_path=folder / "server.public.toml")
+    server = ensure_key(folder, "server", Role.SCHEDULER, public_path=folder / "server.public.toml")
     root = _ensure_root(folder)
     trainer_names = {policy: trainer_name(policy) for policy in trainers}
     return DeploymentKeys(
         server=server,
-        services={name: _ensure(folder, name, Role.SERVICE) for name in SERVICES},
-        operators={name: _ensure(folder, name, Role.OPERATOR) for name in (*operators, GATEWAY)},
-        viewers={name: _ensure(folder, name, Role.VIEWER) for name in viewers},
-        agents={name: _ensure(folder, name, Role.AGENT) for name in agents},
+        services={name: ensure_key(folder, name, Role.SERVICE) for name in SERVICES},
+        operators={name: ensure_key(folder, name, Role.OPERATOR) for name in (*operators, GATEWAY)},
+        viewers={name: ensure_key(folder, name, Role.VIEWER) for name in viewers},
+        agents={name: ensure_key(folder, name, Role.AGENT) for name in agents},
         trainers={
-            policy: _ensure(folder, name, Role.TRAINER, policy)
+            policy: ensure_key(folder, name, Role.TRAINER, policy)
             for policy, name in trainer_names.items()
         },
         signers={
@@ -255,18 +255,9 @@ def create_keys(
             for policy, name in trainer_names.items()
         },
         relays={name: _ensure_relay(folder, name) for name in relays},
-        submitters={name: _ensure(folder, name, Role.SUBMITTER) for name in submitters},
+        submitters={name: ensure_key(folder, name, Role.SUBMITTER) for name in submitters},
         root=root,
     )
-
-
-def ensure_key(folder: Path, name: str, role: Role) -> KeyPair:
-    """The key of that name in a deployment's folder, made and let in where there is none.
-
-    Raises:
-        ConfigError: it is another role's, was revoked, or does not load.
-    """
-    return _ensure(folder, name, role)
 
 
 def trainer_name(policy: str) -> str:
@@ -312,9 +303,11 @@ def load_signers(folder: Path) -> dict[str, SignerKey]:
     return signers
 
 
-def _ensure(
+def ensure_key(
     folder: Path, name: str, role: Role, policy: str | None = None, public_path: Path | None = None
 ) -> KeyPair:
+    """The key of that name, made and let in where there is none; raises as ``create_keys``, and
+    ConfigError for one that was revoked."""
     path = folder / f"{name}.toml"
     if path.exists():
         pair = KeyPair.load(path)
@@ -341,7 +334,7 @@ def _ensure(
 
 
 def _ensure_relay(folder: Path, name: str) -> KeyPair:
-    pair = _ensure(folder, name, Role.RELAY)
+    pair = ensure_key(folder, name, Role.RELAY)
     path = folder / "relays" / f"{name}.toml"
     if not path.exists():
         write_new(path, to_toml(pair.public), mode=0o644)

@@ -26,23 +26,29 @@ from edge_agent.engines.vllm_map import (
     published_cells,
 )
 from transport.errors import StoreError
+from transport.runtime.files import lock_folder
 from transport.weights.tensors import ITEM_BYTES, Cells
 
 _ALIGNED: Final = 64
+_PREFIX: Final = "farflow-vllm-"
+_FRESH_S: Final = 60.0
 _IN_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, closed to others
 
 
 class Exchange:
-    """A private folder for such files.
+    """A private folder for such files, in ``place`` if one is named.
 
     Raises:
         StoreError: there is no place for it.
     """
 
-    def __init__(self) -> None:
-        place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
+    def __init__(self, place: Path | None = None) -> None:
+        if place is None and os.access(_IN_MEMORY, os.W_OK):
+            place = _IN_MEMORY
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="farflow-vllm-", dir=place))
+            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+            self._lock = lock_folder(self._folder)
+            _remove_left_over(self._folder)
         except OSError as error:
             raise StoreError(f"no folder to hand weights to vLLM through: {error}") from error
         self._numbers = itertools.count()
@@ -50,6 +56,7 @@ class Exchange:
     def close(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.release()
 
     @contextlib.contextmanager
     def writes(
@@ -93,6 +100,16 @@ class Exchange:
             yield path
         finally:
             path.unlink(missing_ok=True)
+
+
+def _remove_left_over(own: Path) -> None:
+    """What an agent left that was killed: nobody holds its lock any more. One that is as young as
+    our own may not be locked yet."""
+    for other in own.parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError, StoreError):
+            if own.stat().st_mtime - other.stat().st_mtime > _FRESH_S:
+                with lock_folder(other):
+                    shutil.rmtree(other, ignore_errors=True)
 
 
 class _Room:

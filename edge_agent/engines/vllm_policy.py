@@ -384,7 +384,7 @@ class VllmPolicy:
         if tasks:
             await asyncio.wait(tasks, timeout=10.0)
         if self._llm is not None:
-            await asyncio.to_thread(self._llm.shutdown)
+            await asyncio.to_thread(self._llm.shutdown, 2.0)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

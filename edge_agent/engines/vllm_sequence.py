@@ -105,7 +105,7 @@ class Sequence:
             max_tokens=asked.max_new_tokens,
             temperature=asked.temperature,
             top_p=1.0 if greedy else asked.top_p,  # greedy ones report log-probabilities of all
-            seed=_seed(asked.seed, self._request.request_id, self._sibling),
+            seed=sequence_seed(asked.seed, self._request.request_id, self._sibling),
             stop=list(asked.stop),
             stop_token_ids=list(asked.stop_token_ids),
             include_stop_str_in_output=True,
@@ -116,7 +116,7 @@ class Sequence:
         )
 
 
-def _seed(seed: int, request_id: str, sibling: int) -> int:
+def sequence_seed(seed: int, request_id: str, sibling: int) -> int:
     """The same for the same arguments, and unrelated for others; as ``sampling`` does it."""
     name = f"{seed}\0{request_id}\0{sibling}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1

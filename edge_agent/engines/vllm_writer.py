@@ -217,6 +217,8 @@ class WeightWriter:
                 for entry in stage.entries:
                     done.append(entry)
                     entry.write(entry.values)
+                if self._device.type == "cuda":  # where what failed is told of later
+                    torch.cuda.current_stream(self._device).synchronize()
             except Exception as failure:
                 raise RuntimeError(f"{_undo(done)}: {failure}") from failure
 

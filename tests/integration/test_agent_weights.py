@@ -91,6 +91,29 @@ async def test_an_engine_with_other_weights_is_found_and_healed(cloud: AgentClou
     assert await life.end() == 0
 
 
+@pytest.mark.asyncio
+async def test_a_policy_that_the_engine_lost_is_loaded_again_from_the_copy(
+    cloud: AgentCloud,
+) -> None:
+    cloud.publish()
+    engine = FakeEngine(16)
+    life = Life(cloud, engine)
+    await cloud.hear(VersionServing)
+    cloud.publish()
+    await cloud.hear(VersionServing, 2)
+    fetched = len(cloud.all(ChunkRequest))
+    await engine.unload_policy(POLICY)
+    assert engine.when_lost is not None
+    engine.when_lost(POLICY)
+    serving = await cloud.hear(VersionServing, 3)
+    assert (serving.version, serving.digest) == (1, cloud.digest())
+    assert len(cloud.all(ChunkRequest)) == fetched
+    assert state_digest(dict(engine.read_weights(POLICY))) == cloud.digest()
+    cloud.offer(1)
+    assert (await cloud.hear(LeaseReply)).accepted
+    assert await life.end() == 0
+
+
 class Decaying(WeightCopies):
     """Its memory loses a bit after version 1 came in."""
 

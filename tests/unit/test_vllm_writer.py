@@ -1,5 +1,7 @@
 """What runs in a vLLM worker, without vLLM: recording a loader, writing, putting back, reading."""
 
+import os
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from edge_agent.engines.vllm_map import TensorForm, check_maps, writes
 from transport.errors import ModelError
 from transport.weights.patch import CellList, CellRun
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "head": (5, 6), "t": (6, 3)}
 FORMS = {name: TensorForm("BF16", int(np.prod(shape))) for name, shape in SHAPES.items()}
@@ -147,3 +149,14 @@ def test_what_lies_outside_is_refused_while_it_is_staged(loaded):
         loaded.writer.commit()
     for name, bits in loaded.bits().items():
         assert (bits == loaded.before[name]).all()
+
+
+def test_what_a_killed_agent_left_is_removed_and_what_is_in_use_is_not(loaded):
+    old = loaded.exchange._folder
+    left = Exchange()
+    for folder in (old, left._folder):
+        os.utime(folder, (0, 0))
+    left._lock.release()  # as the system does at the end of a process
+    Exchange().close()
+    assert old.exists()
+    assert not left._folder.exists()
