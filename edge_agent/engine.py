@@ -7,13 +7,13 @@ carries the version that produced it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transport.errors import ModelError
+from transport.errors import EngineError, ModelError
 from transport.weights.patch import Patch
 from transport.weights.tensors import Cells, TensorBytes
 
@@ -31,6 +31,13 @@ template of the model reads (``tool_calls``, ``tool_call_id``)."""
 Tools = Sequence[Mapping[str, Any]]
 """Tools that the model may call, as the JSON schemas that chat templates take:
 ``{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}``."""
+
+
+class WeightsHidden(EngineError):
+    """What generates belongs to somebody else and does not show its weights: they are what its
+    owner says they are, and nobody can verify it."""
+
+    code: ClassVar[str] = "engine.hidden"
 
 
 def inside(positions: Positions, cells: int) -> bool:
@@ -195,7 +202,11 @@ class Engine(Protocol):
 
     def read_weights(self, policy: str) -> Iterator[tuple[str, TensorBytes]]:
         """Weights in use in canonical order and in the published type, for digests. What is read
-        across an ``apply`` may be of both versions: do neither during the other."""
+        across an ``apply`` may be of both versions: do neither during the other.
+
+        Raises:
+            WeightsHidden: nobody can read them.
+        """
         ...
 
     def read_cells(self, policy: str, tensor: str, positions: Positions) -> Cells:
@@ -204,6 +215,7 @@ class Engine(Protocol):
         Raises:
             GenerationFailed: the policy is not loaded.
             WeightApplyFailed: no such tensor, or a position outside it.
+            WeightsHidden: nobody can read them.
         """
         ...
 

@@ -4,7 +4,7 @@ What always holds: everything about one policy happens one after the other, in t
 effects; the copies belong to one disk thread, arriving chunks are hashed and written in another and
 decoded in further ones while they still come in, and the event loop waits for none of them; the
 engine gets weights only after their digest was verified, and a policy that it loads from a folder
-is read back and compared; what the engine is not known to hold it gets as a whole; whatever fails
+is read back and compared, or noted as unverified where it shows no weights; what the engine is not known to hold it gets as a whole; whatever fails
 is reported with the error's code, for the core to judge.
 """
 
@@ -13,10 +13,9 @@ import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
 import structlog
 
 from edge_agent.bases import base_of, local_model
@@ -39,17 +38,23 @@ from edge_agent.core.events import (
     WeightsSwapped,
     WeightsVerified,
 )
-from edge_agent.engine import Engine
-from edge_agent.read_back import Sample, drawn_cells, recent_cells
+from edge_agent.engine import Engine, WeightsHidden
+from edge_agent.read_back import (
+    EngineDrifted,
+    Sample,
+    compare_cells,
+    drawn_cells,
+    engine_digest,
+    recent_cells,
+)
 from edge_agent.weight_copy import WeightCopies
 from edge_agent.weight_download import ChunkSources, Downloads
 from edge_agent.weight_staging import Intake, StagedVersion
 from transport.chunk_parts import SourceId
 from transport.chunks import ReceivedChunk
-from transport.errors import EngineError, FarflowError, StoreError, WeightApplyFailed
+from transport.errors import FarflowError, StoreError, WeightApplyFailed
 from transport.messages import Ahead, Chunk, PlanStep, VersionRef, WeightsPlan, WeightsRequest
 from transport.runtime.clock import Clock
-from transport.weights.digest import StateDigest, tensor_kind, tensor_sum
 from transport.weights.manifest import SignedManifest, decode_manifest
 from transport.weights.patch import whole
 
@@ -58,12 +63,6 @@ T = TypeVar("T")
 WeightEffect = OpenCopy | FetchPlan | CancelFetch | SwapWeights | VerifyWeights | DiscardCopy
 
 _log = structlog.get_logger()
-
-
-class EngineDrifted(EngineError):
-    """The engine holds other weights than it was given."""
-
-    code: ClassVar[str] = "engine.weights"
 
 
 class _Fetched(NamedTuple):
@@ -255,8 +254,7 @@ class WeightsClient:
         try:
             if check.rescan:
                 await self._on_disk(self._copies.rescan, policy)
-            if check.read_back:
-                await self._on_disk(self._read_back, policy)
+            read_back = check.read_back and await self._on_disk(self._read_back, policy)
         except FarflowError as error:
             _log.error("weights.drifted", policy=policy, code=error.code, reason=str(error))
             code, detail = error.code, str(error)
@@ -266,7 +264,7 @@ class WeightsClient:
             "weights.verified",
             policy=policy,
             rescan=check.rescan,
-            read_back=check.read_back,
+            read_back=read_back,
             took_s=round(self._clock.monotonic_s() - began_s, 3),
         )
         self._feed(WeightsVerified(policy=policy, ticket=check.ticket))
@@ -309,7 +307,11 @@ class WeightsClient:
         folder = await self._on_disk(self._copies.folder, policy)
         base = await asyncio.to_thread(base_of, self._local_models, policy, folder)
         await self._engine.load_policy(policy, folder, ref.version, base)
-        loaded = await asyncio.to_thread(self._engine_digest, policy)
+        try:
+            loaded = await asyncio.to_thread(engine_digest, self._engine, policy)
+        except WeightsHidden as hidden:
+            _log.warning("weights.unverified", policy=policy, version=ref.version, why=str(hidden))
+            loaded = ref.digest
         if loaded != ref.digest:
             raise EngineDrifted(
                 f"{policy} version {ref.version}: the engine holds {loaded[:12]} after loading, "
@@ -317,28 +319,15 @@ class WeightsClient:
             )
         self._serves[policy] = ref
 
-    def _engine_digest(self, policy: str) -> str:
-        sums: dict[str, bytes] = {}
-        kinds: dict[str, bytes] = {}
-        for name, tensor in self._engine.read_weights(policy):
-            sums[name] = tensor_sum(name, tensor)
-            kinds[name] = tensor_kind(tensor.dtype, tensor.shape)
-        return StateDigest.from_sums(sums, kinds).hex
-
-    def _read_back(self, policy: str) -> None:
-        """Raises EngineDrifted when a cell of the engine is not that of the copy."""
+    def _read_back(self, policy: str) -> bool:
+        """Whether the engine could be read; raises EngineDrifted when it is not as the copy is."""
         tensors = self._copies.tensors(policy)
         samples = (drawn_cells(tensors, self._rng), self._recent.get(policy, {}))
-        for sample in samples:
-            for name, positions in sample.items():
-                read = self._engine.read_cells(policy, name, positions)
-                wrong = np.flatnonzero(read != tensors[name].cells()[positions])
-                if wrong.size:
-                    raise EngineDrifted(
-                        f"{policy} version {self._engine.version(policy)}: {wrong.size} of "
-                        f"{positions.size} cells of {name!r} in the engine are not those of the "
-                        f"copy, the first is cell {positions[wrong[0]]}"
-                    )
+        try:
+            compare_cells(self._engine, policy, tensors, samples)
+        except WeightsHidden:  # said when they were loaded
+            return False
+        return True
 
     async def _fetched(self, plan: WeightsPlan, began_s: float, breaks: int) -> _Fetched:
         """The plan's version, verified; ``breaks`` as of when the plan came."""

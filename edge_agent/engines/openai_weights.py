@@ -111,7 +111,7 @@ class ServerWeights:
             self.close()
             raise ModelError(
                 f"{name}: the server at {address.url} takes no weights from farflow: {error};"
-                f" {_HOW}, or set agent.openai.weight_updates for it to \"off\""
+                f' {_HOW}, or set agent.openai.weight_updates for it to "off"'
             ) from error
         except ModelError:
             self.close()

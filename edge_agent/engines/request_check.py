@@ -1,8 +1,22 @@
 """What is wrong with a request, before it is in an engine, where it could spoil others."""
 
 import math
+from typing import Final
 
 from edge_agent.engine import GenerationRequest, stop_fault
+
+_VLLM_TEMPERATURES: Final = (0.01, 2.0)
+"""Below, vLLM takes 0.01 without a word; above, it refuses."""
+
+
+def vllm_fault(request: GenerationRequest, vocabulary: int, context_tokens: float) -> str:
+    """As ``request_fault``, and what vLLM would do otherwise than asked."""
+    low, high = _VLLM_TEMPERATURES
+    temperature = request.sampling.temperature
+    problem = request_fault(request, vocabulary, context_tokens)
+    if not problem and temperature and not low <= temperature <= high:
+        problem = f"temperature {temperature} must be 0 or {low} to {high}"
+    return problem
 
 
 def request_fault(

@@ -247,6 +247,13 @@ def _write(each: Box, form: TensorForm, change: TensorChange, kept: str) -> Writ
         if size == form.cells:
             return Write(each.storage, 0, None, each, widened(change.values, form.dtype, kept))
         positions = np.arange(change.start, change.start + size, dtype=np.int64)
+    elif each.is_run:
+        first, end = np.searchsorted(change.positions, (each.source, each.source + each.cells))
+        if first == end:
+            return None
+        targets = change.positions[first:end].astype(np.int64) + (each.target - each.source)
+        cut = change.values[first:end]
+        return Write(each.storage, 0, targets, None, widened(cut, form.dtype, kept))
     else:
         positions = change.positions.astype(np.int64, copy=False)
     inside, targets = each.targets(positions)

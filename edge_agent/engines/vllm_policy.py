@@ -26,7 +26,7 @@ import structlog
 from edge_agent.config import VllmTable
 from edge_agent.engine import Completion, GenerationRequest, Positions, SamplingParams, inside
 from edge_agent.engines.chat_tokenizer import ChatTokenizer
-from edge_agent.engines.request_check import request_fault
+from edge_agent.engines.request_check import vllm_fault
 from edge_agent.engines.vllm_arguments import engine_arguments, tensor_forms
 from edge_agent.engines.vllm_exchange import Exchange
 from edge_agent.engines.vllm_map import WorkerMap, check_maps, kept_type, published_cells, writes
@@ -53,9 +53,9 @@ _log = structlog.get_logger()
 CALL_S: Final = 600.0
 """Longer than any call into a live vLLM takes; a start has its own limit."""
 _LOOK_S: Final = 0.25
-_TEMPERATURES: Final = (0.01, 2.0)
-"""Below, vLLM takes 0.01 without a word; above, it refuses."""
 _NUCLEUS: Final = SamplingParams(max_new_tokens=2, top_p=0.5, stop=("\N{SNOWMAN}",))
+_ENDING_S: Final = 2.0
+"""Its processes have nothing to save, and do not end by themselves; then they are killed."""
 _STAGED_S: Final = (0.002, 0.05)
 """Between two looks at whether weights are staged: at first, and at most."""
 
@@ -113,14 +113,7 @@ class VllmPolicy:
 
     def check(self, request: GenerationRequest) -> None:
         """Raises GenerationFailed for what vLLM would refuse, or do otherwise than asked."""
-        problem = request_fault(request, self._vocabulary, self._context_tokens)
-        low, high = _TEMPERATURES
-        if (
-            not problem
-            and request.sampling.temperature
-            and not (low <= request.sampling.temperature <= high)
-        ):
-            problem = f"temperature {request.sampling.temperature} must be 0 or {low} to {high}"
+        problem = vllm_fault(request, self._vocabulary, self._context_tokens)
         if problem:
             raise GenerationFailed(f"{request.request_id}: {problem}")
 
@@ -192,7 +185,7 @@ class VllmPolicy:
 
     def checksums(self) -> list[dict[str, str]]:
         """vLLM's own checksums of its parameters, a dictionary per worker."""
-        found: list[dict[str, str]] = self._call(self._llm.compute_weight_checksums())
+        found: list[dict[str, str]] = self._call(self._rpc("compute_weight_checksums"))
         return found
 
     def stop(self, reason: EngineError | None = None) -> None:
@@ -288,6 +281,8 @@ class VllmPolicy:
         """A call on all workers; EngineCrashed when they are gone."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        if self._llm is None:
+            raise EngineCrashed(f"{self.name}: vLLM has ended")
         try:
             return await self._llm.collective_rpc(method, args=arguments)
         except EngineDeadError as error:
@@ -297,8 +292,8 @@ class VllmPolicy:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        if self.dead:
-            raise EngineCrashed(f"{self.name}: {self.dead}")
+        if self.dead or self._llm is None:
+            raise EngineCrashed(f"{self.name}: {self.dead or 'vLLM has ended'}")
         self._sequences.add(sequence)
         try:
             return await sequence.run(self._llm, lambda: self._swaps)
@@ -365,7 +360,8 @@ class VllmPolicy:
 
     async def _watch(self) -> None:
         """vLLM says that it died only to those who wait for something."""
-        while not self._llm.errored:  # noqa: ASYNC110 - another thread of vLLM's sets it
+        llm = self._llm
+        while not llm.errored:  # noqa: ASYNC110 - another thread of vLLM's sets it
             await asyncio.sleep(_LOOK_S)
         self._die("vLLM died")
 
@@ -384,7 +380,8 @@ class VllmPolicy:
         if tasks:
             await asyncio.wait(tasks, timeout=10.0)
         if self._llm is not None:
-            await asyncio.to_thread(self._llm.shutdown, 2.0)
+            llm, self._llm = self._llm, None
+            await asyncio.to_thread(llm.shutdown, _ENDING_S)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -6,7 +6,7 @@ export class Agents {
     this.model = model;
     this.filter = h("input", { type: "search", placeholder: "name, state, site, hardware", "aria-label": "Find agents",
       oninput: () => this.show() });
-    const actions = (agent) => h("span", { class: "row" },
+    const actions = (agent) => h("span", { class: "row actions" },
       h("button", { type: "button", onclick: () => explain(agent.name) }, "Explain"),
       ...(agent.cordoned ? ["uncordon"] : ["cordon"]).concat("drain", agent.quarantined ? ["release"] : [])
         .map((order) => h("button", { type: "button", onclick: () => act(agent.name, order) },

@@ -20,7 +20,7 @@ function ticks(low, high, most) {
 const label = (value) => Math.abs(value) >= 10000 ? value.toExponential(0)
   : String(Number(value.toPrecision(3)));
 
-function frame(description, x, y, { low, high, left, right }, xName) {
+function frame(description, x, y, { low, high, left, right }) {
   const lines = [];
   for (const at of ticks(low, high, 4)) {
     lines.push(h("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(at), y2: y(at) }),
@@ -29,7 +29,6 @@ function frame(description, x, y, { low, high, left, right }, xName) {
   for (const at of ticks(left, right, 6)) {
     lines.push(h("text", { x: x(at), y: HEIGHT - 6, "text-anchor": "middle" }, label(at)));
   }
-  lines.push(h("text", { x: WIDTH - RIGHT, y: TOP + 4, "text-anchor": "end" }, xName));
   return h("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": description },
     h("title", {}, description), ...lines);
 }
@@ -45,7 +44,7 @@ export function curves(description, series, { xName = "step", floor = null } = {
   const x = (at) => LEFT + (at - left) / (right - left) * (WIDTH - LEFT - RIGHT);
   const y = (at) => HEIGHT - BOTTOM - (at - low) / (high - low) * (HEIGHT - BOTTOM - TOP);
   const last = series.map((one) => `${one.name} ${label(one.points.at(-1)?.[1] ?? NaN)}`).join(", ");
-  const svg = frame(`${description}; last: ${last}`, x, y, { low, high, left, right }, xName);
+  const svg = frame(`${description}; last: ${last}`, x, y, { low, high, left, right });
   series.forEach((one, index) => {
     const found = one.points.filter((p) => Number.isFinite(p[1]));
     svg.append(h("polyline", {
@@ -59,12 +58,12 @@ export function curves(description, series, { xName = "step", floor = null } = {
       }
     }
   });
-  return h("div", {}, svg, legend(series.map((one) => one.name)));
+  return h("div", {}, svg, legend(series.map((one) => one.name), `by ${xName}`));
 }
 
-export function legend(names) {
+function legend(names, more) {
   return h("div", { class: "legend" }, names.map((name, index) => h(
-    "span", {}, h("i", { style: `background:${colour(index)}` }), name)));
+    "span", {}, h("i", { style: `background:${colour(index)}` }), name)), h("span", {}, more));
 }
 
 // bars: [[label, count]...]

@@ -8,6 +8,7 @@ export class Jobs {
     this.model = model;
     this.search = h("input", { type: "search", placeholder: "begins with (a job's id)", "aria-label": "Find jobs by the beginning of their id" });
     this.state = h("select", { "aria-label": "State" }, Object.entries(STATES).map(([state, name]) => h("option", { value: state }, name)));
+    this.state.value = "in_flight";
     this.run = h("select", { "aria-label": "Run" }, h("option", { value: "" }, "all runs"));
     this.subject = h("input", { placeholder: "job, attempt, agent, policy or run", "aria-label": "Explain" });
     this.more = h("button", { type: "button", onclick: () => this.load(true) }, "More");
@@ -86,7 +87,7 @@ export class Explain {
         card(`${said.kind} ${said.subject}`, h("p", {}, h("span", { class: `mark ${stateClass(said.state)}` }, said.state)),
           h("ul", {}, said.reasons.map((reason) => h("li", {}, reason)))),
         ...(said.candidates.length ? [card("How placement sees the agents", this.candidates.element)] : []),
-        card("History", said.history.length ? h("pre", {}, said.history.join("\n")) : h("p", { class: "quiet" }, "None remembered.")));
+        card("History, newest first", said.history.length ? h("pre", { class: "log", tabindex: 0 }, said.history.toReversed().join("\n")) : h("p", { class: "quiet" }, "None remembered.")));
     } catch (error) {
       this.element.replaceChildren(card(`Explain ${subject}`, h("p", { class: "bad" }, error.message)));
     }

@@ -3,8 +3,8 @@ import { WorldMap } from "./map.js";
 import { count, percent, seconds, short } from "./words.js";
 
 const CAUSES = {
-  generation: "Generation sets the pace", links: "Links set the pace", training: "Training sets the pace",
-  staleness: "The lag bound sets the pace",
+  generation: "generation sets the pace", links: "links set the pace",
+  training: "training sets the pace", staleness: "the lag bound sets the pace",
 };
 
 export class Overview {
@@ -26,7 +26,7 @@ export class Overview {
     const ready = here.filter((agent) => agent.state === "ready").length;
     const rows = status.runs.flatMap((run) => run.accounting.filter((row) => row.kind === "train"));
     const sum = (name) => rows.reduce((total, row) => total + row[name], 0);
-    const done = sum("trained") + sum("expired") + sum("dropped") + sum("filtered");
+    const done = sum("trained") + sum("expired") + sum("filtered");
     const tiles = [
       ["agents ready", `${ready} / ${here.length}`],
       ["slots in use", `${here.reduce((n, a) => n + a.running_sequences, 0)} / ${here.reduce((n, a) => n + a.slots, 0)}`],
@@ -34,7 +34,7 @@ export class Overview {
       ["runs", count(status.runs.filter((run) => run.state !== "finished").length)],
       ["groups queued", count(sum("queued"))],
       ["groups trained", count(sum("trained"))],
-      ["groups wasted", done ? percent((sum("expired") + sum("dropped")) / done) : "–"],
+      ["groups expired", done ? percent(sum("expired") / done) : "–"],
       ["up since", seconds(status.uptime_s)],
     ];
     keyed(this.tiles, tiles, (tile) => tile[0], (tile) => h("div", { class: "tile" }, h("b"), h("span", {}, tile[0])),
@@ -51,7 +51,8 @@ export class Overview {
       one.more_slots
         ? `${one.run}: ${one.more_slots} more slots (${one.hardware || "any hardware"}) would raise `
           + `${one.steps_hour.toFixed(1)} steps/hour to ${one.steps_hour_with.toFixed(1)}: ${one.reason}`
-        : `${one.run}: more slots would not help. ${CAUSES[one.binds] ?? ""} ${one.reason}`));
+        : `${one.run}: more slots would not help`
+          + `${CAUSES[one.binds] ? `, ${CAUSES[one.binds]}` : ""}: ${one.reason}`));
     if (!status.demand.length) setText(this.demand, "No trainer wants work.");
   }
 }

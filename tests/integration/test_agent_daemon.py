@@ -347,8 +347,8 @@ async def test_a_policy_that_nobody_wants_leaves_disk_and_engine_and_can_come_ba
 ) -> None:
     whole = shell.core_settings
 
-    def settings(*arguments: Any) -> AgentSettings:
-        return msgspec.structs.replace(whole(*arguments), linger_s=0.02)
+    def settings(*arguments: Any, **options: Any) -> AgentSettings:
+        return msgspec.structs.replace(whole(*arguments, **options), linger_s=0.02)
 
     monkeypatch.setattr(shell, "core_settings", settings)
     engine = FakeEngine(16)
