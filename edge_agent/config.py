@@ -139,6 +139,8 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if not self.slots and self.engine != "vllm":
             raise ValueError('slots: 0 (what the caches have room for) is for engine "vllm" only')
+        if self.engine == "openai" and not (self.openai.base_url or self.openai.servers):
+            raise ValueError("openai.base_url: name the server, as in http://127.0.0.1:8000")
 
 
 class AgentConfig(DaemonConfig, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ def make_engine(config: AgentConfig, clock: Clock) -> Engine:
     """The engine that ``[agent]`` names.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it is not installed, or its settings name no server.
     """
     table = config.agent
     if table.engine == "fake":
@@ -55,6 +55,10 @@ def make_engine(config: AgentConfig, clock: Clock) -> Engine:
             memory=Path(table.folder) / "vllm-room.json",
             clock=clock,
         )
+    if table.engine == "openai":
+        from edge_agent.engines.openai_engine import OpenaiEngine
+
+        return OpenaiEngine(table.slots, table.openai, clock=clock)
     from edge_agent.engines.torch_engine import TorchEngine
 
     return TorchEngine(table.slots, table.device, table.threads, clock=clock)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from edge_agent.config import AgentConfig
 from edge_agent.daemon import load_keys
-from edge_agent.engine_probes import Verdict, models_verdict, vllm_memory_verdict, vllm_verdict
+from edge_agent.engine_probes import Verdict, models_verdict, serving_verdict, vllm_memory_verdict
 from edge_agent.enrol import (
     enrolled,
     enrolled_transport,
@@ -323,8 +323,8 @@ class Doctor:
         table = self._config.agent
         if table.engine == "fake":
             return "fake, for tests: it generates nothing of worth"
-        if table.engine == "vllm":
-            return _found(await vllm_verdict(table, partial(_call, ENGINE_S)))
+        if table.engine in ("vllm", "openai"):
+            return _found(await serving_verdict(table, partial(_call, ENGINE_S)))
         code = (
             "import torch, transformers;"
             "print(torch.__version__, transformers.__version__, torch.cuda.is_available())"

@@ -4,13 +4,14 @@ What always holds: a probe returns what it found and, where something is wrong, 
 it loads no model, and starts other programs only through ``call``, which is bounded in time.
 """
 
+import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from edge_agent.config import AgentTable
-from transport.errors import ModelError
+from transport.errors import FarflowError, ModelError
 from transport.runtime.model_folder import describe_folder
 
 Call = Callable[..., Awaitable[tuple[int | None, str]]]
@@ -22,6 +23,32 @@ class Verdict(NamedTuple):
 
     text: str
     remedy: str = ""
+
+
+SERVER_S: Final = 15.0
+"""For each question to a server of the user's."""
+
+
+async def serving_verdict(table: AgentTable, call: Call) -> Verdict:
+    """Whether what generates, other than torch, can."""
+    if table.engine == "openai":
+        return await asyncio.to_thread(openai_verdict, table)
+    return await vllm_verdict(table, call)
+
+
+def openai_verdict(table: AgentTable) -> Verdict:
+    """Whether the servers are there, and give what training needs. Blocks."""
+    from edge_agent.engines.openai_served import check_server
+
+    servers = {"": table.openai} if table.openai.base_url else {}
+    found = []
+    for name, server in {**servers, **table.openai.servers}.items():
+        try:
+            found.append(check_server(server, SERVER_S))
+        except FarflowError as error:
+            where = f"agent.openai.servers.{name}" if name else "agent.openai"
+            return Verdict(str(error), f"start the server, or mend [{where}]")
+    return Verdict("; ".join(found))
 
 
 async def vllm_verdict(table: AgentTable, call: Call) -> Verdict:

@@ -4,8 +4,9 @@ What always holds: everything about one policy happens one after the other, in t
 effects; the copies belong to one disk thread, arriving chunks are hashed and written in another and
 decoded in further ones while they still come in, and the event loop waits for none of them; the
 engine gets weights only after their digest was verified, and a policy that it loads from a folder
-is read back and compared, or noted as unverified where it shows no weights; what the engine is not known to hold it gets as a whole; whatever fails
-is reported with the error's code, for the core to judge.
+is read back and compared, or logged as unverified where the engine shows no weights; what it is not
+known to hold it gets as a whole; whatever fails is reported with the error's code, for the core to
+judge.
 """
 
 import asyncio
@@ -260,13 +261,14 @@ class WeightsClient:
             code, detail = error.code, str(error)
             self._feed(VerifyFailed(policy=policy, ticket=check.ticket, code=code, detail=detail))
             return
-        _log.info(
-            "weights.verified",
-            policy=policy,
-            rescan=check.rescan,
-            read_back=read_back,
-            took_s=round(self._clock.monotonic_s() - began_s, 3),
-        )
+        if check.rescan or read_back:
+            _log.info(
+                "weights.verified",
+                policy=policy,
+                rescan=check.rescan,
+                read_back=read_back,
+                took_s=round(self._clock.monotonic_s() - began_s, 3),
+            )
         self._feed(WeightsVerified(policy=policy, ticket=check.ticket))
 
     async def _discard(self, policy: str, unload: bool) -> None:

@@ -11,7 +11,14 @@ from cloud_trainer.emulated_trainer import EmulatedSettings
 from cloud_trainer.lora_table import LoraTable
 from cloud_trainer.numpy_trainer import NumpySettings
 from cloud_trainer.torch_settings import TorchSettings
-from edge_agent.config import AgentTable, FakeEngineTable, ProgramTable
+from edge_agent.config import (
+    AgentTable,
+    FakeEngineTable,
+    OpenaiServer,
+    OpenaiTable,
+    ProgramTable,
+    VllmTable,
+)
 from farflow.deployment import RetentionTable
 from farflow.run_file import RunTable
 from farflow.up_config import LocalTable
@@ -40,6 +47,9 @@ DEPLOYMENT: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("http", HttpTable),
     ("agent", AgentTable),
     ("agent.fake", FakeEngineTable),
+    ("agent.vllm", VllmTable),
+    ("agent.openai", OpenaiTable),
+    ("agent.openai.servers.NAME", OpenaiServer),
     ("agent.programs.NAME", ProgramTable),
     ("trainer", TrainerTable),
     ("trainer.publication", PublicationTable),

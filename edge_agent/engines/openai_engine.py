@@ -36,7 +36,14 @@ from edge_agent.engine import (
     WeightsHidden,
     refuse_adapter,
 )
-from edge_agent.engines.openai_served import FROZEN, Served, check_frozen, find_served, server_of
+from edge_agent.engines.openai_served import (
+    FROZEN,
+    Served,
+    check_frozen,
+    check_servers,
+    server_of,
+    wait_for_served,
+)
 from edge_agent.engines.openai_stream import Drawing, Stale
 from edge_agent.engines.openai_weights import ServerWeights
 from edge_agent.engines.openai_wire import ServerAway, ServerBusy
@@ -60,8 +67,6 @@ TRIES: Final = 6
 BACKOFF_S: Final = 0.5
 BACKOFF_MAX_S: Final = 15.0
 CONNECT_S: Final = 10.0
-LOOK_S: Final = 1.0
-"""Between two looks at whether a server is there, while a policy waits for it."""
 _READ_BYTES: Final = 2**20
 
 
@@ -78,9 +83,14 @@ class _Hosted:
 
 
 class OpenaiEngine:
-    """``Engine`` over servers at the addresses in ``table``."""
+    """``Engine`` over servers at the addresses in ``table``.
+
+    Raises:
+        ConfigError: one is no address, or its key file holds no key.
+    """
 
     def __init__(self, slots: int, table: OpenaiTable, *, clock: Clock | None = None) -> None:
+        check_servers(table)
         self.slots = slots
         self.takes_adapters = False
         self.when_freed: Callable[[], None] | None = None
@@ -244,13 +254,14 @@ class OpenaiEngine:
         Raises:
             ModelError: the server is no way to this policy; names the setting.
             ServerAway: it is not there.
-            ConfigError: ``[agent.openai]`` names no server, or no key.
         """
         refuse_adapter(policy, base)
         server = server_of(self._table, policy)
         self._check(policy, version, server)
         async with self._lock(policy):
-            served = await self._found(policy, folder, server)
+            served = await wait_for_served(
+                policy, folder, server, self._table, life=self._life, clock=self._clock
+            )
             hosted = _Hosted(served, version)
             try:
                 if served.weights is not None:
@@ -281,26 +292,6 @@ class OpenaiEngine:
                         " fit into it; name another in agent.openai.servers"
                     )
         check_frozen(policy, version, server)
-
-    async def _found(self, policy: str, folder: Path, server: OpenaiServer) -> Served:
-        """Ask until the server is there, or ``away_s`` are over."""
-        ends_s = self._clock.monotonic_s() + self._table.away_s
-        while True:
-            try:
-                return await asyncio.to_thread(
-                    find_served,
-                    policy,
-                    folder,
-                    server,
-                    life=self._life,
-                    within_s=self._table.timeout_s,
-                    clock=self._clock,
-                )
-            except (ServerAway, ServerBusy) as error:
-                if self._clock.monotonic_s() > ends_s:
-                    raise
-                _log.info("engine.server_away", policy=policy, reason=str(error))
-                await asyncio.sleep(LOOK_S)
 
     async def unload_policy(self, policy: str) -> None:
         """See ``Engine.unload_policy``. The server keeps its weights."""

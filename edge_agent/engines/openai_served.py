@@ -5,11 +5,13 @@ the size of the vocabulary, and, where the server names a folder that is on this
 weights in it; where the server shows its weights, ``openai_weights`` reads the weights themselves.
 """
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
+import structlog
 
 from edge_agent.config import OpenaiServer, OpenaiTable
 from edge_agent.engines.chat_tokenizer import ChatTokenizer
@@ -24,12 +26,16 @@ from edge_agent.engines.openai_wire import (
     read_answer,
 )
 from edge_agent.engines.vllm_arguments import tensor_forms
-from transport.errors import ConfigError, GenerationFailed, ModelError
+from transport.errors import GenerationFailed, ModelError
 from transport.runtime.clock import Clock
 from transport.runtime.model_folder import load_tokenizer
 from transport.weights.digest import state_digest
 from transport.weights.folder import read_model_folder
 
+_log = structlog.get_logger()
+
+LOOK_S: Final = 1.0
+"""Between two looks at whether a server is there, while a policy waits for it."""
 _CERTAIN: Final = 0.01
 """A log-probability nearer to 0 than this is that of a token that could be no other."""
 
@@ -77,6 +83,12 @@ def server_of(table: OpenaiTable, policy: str) -> OpenaiServer:
     return table.servers.get(policy) or table.servers.get(name) or table
 
 
+def check_servers(table: OpenaiTable) -> None:
+    """Raises ConfigError when an address or a key file is none; names the field."""
+    for server in (*((table,) if table.base_url else ()), *table.servers.values()):
+        Address(server)
+
+
 def check_frozen(policy: str, version: int, server: OpenaiServer) -> None:
     """Raises ModelError for a policy that the settings rule out on a server without updates."""
     if server.weight_updates != "off":
@@ -89,6 +101,29 @@ def check_frozen(policy: str, version: int, server: OpenaiServer) -> None:
             ' is "off"); if they are the policy\'s for sure, say so with'
             " agent.openai.accept_unverified = true"
         )
+
+
+async def wait_for_served(
+    policy: str, folder: Path, server: OpenaiServer, table: OpenaiTable, *, life: str, clock: Clock
+) -> Served:
+    """As ``find_served``, again and again until the server is there or ``away_s`` are over."""
+    ends_s = clock.monotonic_s() + table.away_s
+    while True:
+        try:
+            return await asyncio.to_thread(
+                find_served,
+                policy,
+                folder,
+                server,
+                life=life,
+                within_s=table.timeout_s,
+                clock=clock,
+            )
+        except (ServerAway, ServerBusy) as error:
+            if clock.monotonic_s() > ends_s:
+                raise
+            _log.info("engine.server_away", policy=policy, reason=str(error))
+            await asyncio.sleep(LOOK_S)
 
 
 def find_served(
@@ -245,8 +280,6 @@ def check_server(server: OpenaiServer, within_s: float) -> str:
     Raises:
         ConfigError, ModelError, GenerationFailed, ServerAway: what is wrong.
     """
-    if not server.base_url:
-        raise ConfigError("agent.openai.base_url: is not set")
     address = Address(server)
     model = served_model(address, server, within_s)
     path = GENERATE if server.weight_updates == "vllm" else COMPLETIONS

@@ -32,7 +32,7 @@ def warnings_of(tmp_path, monkeypatch, limit: int) -> list[dict]:
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_too_few_open_files_are_a_warning_with_a_remedy_said_once(tmp_path, monkeypatch, missing):
-    keys = 20 + 3  # two services and an operator beside the agents
+    keys = 20 + 4  # two services, an operator and the gateway beside the agents
     found = warnings_of(tmp_path, monkeypatch, keys + FILES_BESIDE - missing)
     assert len(found) == missing
     if missing:
