@@ -53,7 +53,9 @@ _SPAWN: Final = multiprocessing.get_context("spawn")
 class FleetProcess:
     """The agents' process and its pipe."""
 
-    def __init__(self, world: World, port: int, *, slots: int, work_s: float) -> None:
+    def __init__(
+        self, world: World, port: int, *, slots: int, work_s: float, sites: tuple[str, ...] = ()
+    ) -> None:
         log = world.services["trajectory-log"]
         fleet = Fleet(
             endpoint=f"tcp://127.0.0.1:{port}",
@@ -64,6 +66,7 @@ class FleetProcess:
             work_s=work_s,
             policy=POLICY,
             folder=str(world.folder),
+            sites=sites,
         )
         self._pipe, theirs = _SPAWN.Pipe()
         self.process = _SPAWN.Process(target=run_fleet, args=(fleet, theirs), daemon=True)
@@ -83,10 +86,12 @@ class FleetProcess:
 
 
 @contextmanager
-def fleet(world: World, started: Started, *, slots: int, work_s: float) -> Iterator[FleetProcess]:
-    """Agents, all of them ready."""
+def fleet(
+    world: World, started: Started, *, slots: int, work_s: float, sites: tuple[str, ...] = ()
+) -> Iterator[FleetProcess]:
+    """Agents, all of them ready, at ``sites`` in turn."""
     asyncio.run(_submit_run(world, started.control_port))
-    agents = FleetProcess(world, started.control_port, slots=slots, work_s=work_s)
+    agents = FleetProcess(world, started.control_port, slots=slots, work_s=work_s, sites=sites)
     try:
         deadline = time.monotonic() + READY_S
         while agents.seen().ready < len(world.agents):

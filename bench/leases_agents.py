@@ -73,7 +73,8 @@ class Seen(msgspec.Struct):
 
 
 class Fleet(NamedTuple):
-    """What the process is told; keys as (name, public, secret)."""
+    """What the process is told; keys as (name, public, secret). Agents stand at ``sites`` in turn,
+    nowhere when there are none."""
 
     endpoint: str
     server_key: str
@@ -83,6 +84,7 @@ class Fleet(NamedTuple):
     work_s: float
     policy: str
     folder: str
+    sites: tuple[str, ...] = ()
 
 
 class _Offer(msgspec.Struct):
@@ -136,6 +138,8 @@ class _Agent(_Peer):
     def __init__(self, context: "zmq.Context[Any]", fleet: Fleet, index: int) -> None:
         self.name, public, secret = fleet.agents[index]
         super().__init__(context, fleet, public, secret)
+        sites = fleet.sites
+        self.labels = {"site": sites[index % len(sites)]} if sites else {}
         self.held: dict[str, Fence] = {}
         self.sequence = 0
         self.welcome = False
@@ -171,7 +175,7 @@ class _Process:
             agent = _Agent(self._context, self._fleet, index)
             self._agents[agent.descriptor] = agent
             self._epoll.register(agent.descriptor, select.EPOLLIN)
-            agent.say(self._hello())
+            agent.say(self._hello(agent))
         while True:
             for descriptor, _ in self._epoll.poll(TURN_S):
                 if descriptor == self._log.descriptor:
@@ -187,7 +191,7 @@ class _Process:
                 self._pipe.send(msgspec.msgpack.encode(self._seen))
                 self._seen = Seen(ready=self._seen.ready)
 
-    def _hello(self) -> Hello:
+    def _hello(self, agent: _Agent) -> Hello:
         inventory = AgentInventory(
             slots=self._fleet.slots,
             hardware="bench",
@@ -195,6 +199,7 @@ class _Process:
             workflows={"single_turn": "1"},
             rewards=("exact",),
             versions=self._versions,
+            labels=agent.labels,
         )
         return Hello(
             role=Role.AGENT, incarnation=1, build="bench", features=("offers",), agent=inventory
@@ -211,7 +216,7 @@ class _Process:
             elif kind is LeaseRevoke:
                 agent.held.pop(msgspec.msgpack.decode(header, type=LeaseRevoke).attempt, None)
             elif kind is HelloRequired:
-                agent.say(self._hello())
+                agent.say(self._hello(agent))
             elif kind is Welcome and not agent.welcome:
                 welcome = msgspec.msgpack.decode(header, type=Welcome)
                 self._heartbeat_s = welcome.heartbeat_s

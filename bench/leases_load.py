@@ -28,6 +28,8 @@ TURN_S: Final = 0.002
 JOBS_PER_MESSAGE: Final = 256
 RESULTS_PER_REQUEST: Final = 256
 WAIT_S: Final = 5.0
+PILED_UP: Final = 16 * JOBS_PER_MESSAGE
+"""Jobs without a receipt yet."""
 PROMPT: Final = "How many of the following numbers are prime? " * 8
 """360 characters."""
 
@@ -68,6 +70,7 @@ class _Submitter:
         self.submitted = 0
         self.done = 0
         self.refused = 0
+        self.received = 0
         self.states: dict[str, int] = {}
 
     def say(self, message: Message) -> None:
@@ -110,6 +113,7 @@ class _Submitter:
                 self.ask()
             elif kind is JobReceipts:
                 receipts = msgspec.msgpack.decode(header, type=JobReceipts).receipts
+                self.received += len(receipts)
                 self.refused += sum(receipt.state == "refused" for receipt in receipts)
 
 
@@ -132,6 +136,10 @@ class Load:
         return sum(s.submitted - s.done - s.refused for s in self._submitters)
 
     @property
+    def received(self) -> int:
+        return sum(submitter.received for submitter in self._submitters)
+
+    @property
     def refused(self) -> int:
         return sum(submitter.refused for submitter in self._submitters)
 
@@ -151,6 +159,20 @@ class Load:
     def by_window(self, window: int, seconds: float) -> Served:
         """Keep so many jobs open."""
         return self._serve(lambda: window - self.open_jobs, seconds)
+
+    def pile_up(self, count: int, seconds: float) -> int:
+        """Submit ``count`` jobs as fast as they are taken; how many were within ``seconds``."""
+        until = time.monotonic() + seconds
+        left = count
+        while self.received < count and time.monotonic() < until:
+            unanswered = count - left - self.received
+            some = min(left, PILED_UP - unanswered)
+            if some >= min(left, JOBS_PER_MESSAGE) > 0:
+                self._submitters[self._turn % len(self._submitters)].submit(some)
+                self._turn += 1
+                left -= some
+            self._once()
+        return self.received - self.refused
 
     def drain(self, seconds: float) -> int:
         """Submit nothing; how many are open after at most so long."""

@@ -47,9 +47,9 @@ class Started(NamedTuple):
     trajectories_port: int
 
 
-def make_world(folder: Path, agents: int) -> World:
+def make_world(folder: Path, agents: int, *, http: str = "enabled = false") -> World:
     """Keys and configuration below ``folder``. Agents' secret keys stay in memory: writing and
-    syncing a thousand files is not what is measured."""
+    syncing a thousand files is not what is measured. ``http`` is the table of that name."""
     keys = folder / "keys"
     made = create_keys(keys, submitters=SUBMITTERS)
     fleet = {}
@@ -78,7 +78,7 @@ enrolment_port = 0
 keys = {json.dumps(config.transport.keys)}
 
 [http]
-enabled = false
+{http}
 
 [scheduler]
 folder = {json.dumps(config.scheduler.folder)}

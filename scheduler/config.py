@@ -141,12 +141,13 @@ class MqttTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     begin with ``base_topic``; numbers are said every ``interval_s``. With ``commands`` orders that
     are signed with an operator's HTTP token are carried out. ``tls`` checks the broker against the
     system's authorities, or those in ``ca_file``; ``password_file`` holds the password of
-    ``username``. With ``home_assistant`` the agents' sensors are described below
-    ``discovery_prefix``."""
+    ``username``. A broker that is silent for twice ``keepalive_s`` is left, and tried again after
+    1 s, 2 s and so on up to ``retry_max_s``. With ``home_assistant`` the agents' sensors are
+    described below ``discovery_prefix``."""
 
     enabled: bool = False
-    host: str = "127.0.0.1"
-    port: Port = 1883
+    host: Annotated[str, Meta(min_length=1, max_length=253)] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535)] = 1883
     base_topic: str = "farflow"
     interval_s: Annotated[float, Meta(ge=1.0, le=3600.0)] = 10.0
     commands: bool = False
@@ -154,6 +155,8 @@ class MqttTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ca_file: str = ""
     username: str = ""
     password_file: str = ""
+    keepalive_s: Annotated[int, Meta(ge=1, le=3600)] = 30
+    retry_max_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 60.0
     home_assistant: bool = False
     discovery_prefix: str = "homeassistant"
 
@@ -163,6 +166,8 @@ class MqttTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             fault = base_fault(getattr(self, key))
             if fault:
                 raise ValueError(f"{key} {getattr(self, key)!r} {fault}")
+        if self.ca_file and not self.tls:
+            raise ValueError("ca_file is of no use without TLS; set tls = true")
         if bool(self.username) != bool(self.password_file):
             raise ValueError("username and password_file belong together; set both or none")
         if self.password_file and not self.tls and not _is_loopback(self.host):

@@ -40,6 +40,7 @@ from scheduler.data.algorithms import DataAlgorithms
 from scheduler.decider import Decider
 from scheduler.enrolment import Enrolment
 from scheduler.event_log import EventLog, EventLogStart
+from scheduler.gateway.mqtt_access import check_broker_access
 from scheduler.gateway_child import keep_gateway
 from scheduler.interpreter import collector_paused
 from scheduler.metrics_file import MetricsFiles
@@ -99,9 +100,10 @@ async def serve(
     all three planes can be reached. Strangers come in over ``enrolment_network`` where it is given.
 
     Raises:
-        ConfigError: keys or addresses are wrong.
+        ConfigError: keys or addresses are wrong, or files of ``[mqtt]``.
         StoreError: the folder cannot be used.
     """
+    await asyncio.to_thread(check_broker_access, config.mqtt)
     writer = Worker("scheduler-writer")
     try:
         table = config.scheduler

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from transport.ids import policy_name
+from transport.ids import is_name, policy_name
 from transport.runs import HELD_OUT
 from transport.status import AgentStatus, PolicyStatus, RunStatus, SchedulerStatus
 
@@ -74,18 +74,18 @@ def base_fault(base: str) -> str:
 
 
 def retained(base: str, status: SchedulerStatus) -> dict[str, bytes]:
-    """What a broker is to keep of a status, by topic."""
+    """What a broker is to keep of a status, by topic; nothing (``b""``) of what is over, which it
+    may keep from before."""
     found: dict[str, bytes] = {}
     for agent in status.agents:
-        if agent.state != "gone":
-            found[f"{base}/agents/{agent.name}/state"] = _json(_agent_state(agent))
+        gone = agent.state == "gone"
+        found[f"{base}/agents/{agent.name}/state"] = b"" if gone else _json(_agent_state(agent))
     for run in status.runs:
-        if run.state == "finished":
-            continue
-        found[f"{base}/runs/{run.name}/state"] = _json(_run_state(run))
+        over = run.state == "finished"
+        found[f"{base}/runs/{run.name}/state"] = b"" if over else _json(_run_state(run))
         for policy in run.policies:
             topic = f"{base}/policies/{run.name}/{policy_name(policy.policy)}/version"
-            found[topic] = _json(_policy_state(policy))
+            found[topic] = b"" if over else _json(_policy_state(policy))
     return found
 
 
@@ -157,7 +157,8 @@ def _policy_state(policy: PolicyStatus) -> dict[str, Any]:
 
 
 def discovery(base: str, prefix: str, status: SchedulerStatus) -> dict[str, bytes]:
-    """Retained descriptions by which Home Assistant finds the agents' sensors, by topic."""
+    """Retained descriptions by which Home Assistant finds the agents' sensors, by topic; nothing
+    (``b""``) for agents that are gone."""
     node = base.replace("/", "_")
     found: dict[str, bytes] = {}
     sensors: tuple[tuple[str, str, str, dict[str, str]], ...] = (
@@ -167,22 +168,21 @@ def discovery(base: str, prefix: str, status: SchedulerStatus) -> dict[str, byte
         (
             "gpu_power",
             "telemetry",
-            "{{ value_json.gpus | map(attribute='power_w') | sum }}",
+            "{{ value_json.gpus | map(attribute='power_w') | select('number') | sum }}",
             {"unit_of_measurement": "W", "device_class": "power"},
         ),
         (
             "gpu_temperature",
             "telemetry",
-            "{{ value_json.gpus | map(attribute='temperature_c') | max }}",
+            "{{ value_json.gpus | map(attribute='temperature_c') | select('number') | max }}",
             {"unit_of_measurement": "°C", "device_class": "temperature"},
         ),
     )
     for agent in status.agents:
-        if agent.state == "gone":
-            continue
+        gone = agent.state == "gone"
         device = {"identifiers": [f"{node}_{agent.name}"], "name": f"farflow {agent.name}"}
         for name, topic, template, more in sensors:
-            if name.startswith("gpu") and not agent.gpus:
+            if name.startswith("gpu") and not agent.gpus and not gone:
                 continue
             about = {
                 "name": name.replace("_", " "),
@@ -193,8 +193,13 @@ def discovery(base: str, prefix: str, status: SchedulerStatus) -> dict[str, byte
                 "device": {**device, "model": agent.hardware or "edge agent"},
                 **more,
             }
-            found[f"{prefix}/sensor/{node}_{agent.name}/{name}/config"] = _json(about)
+            found[_config_topic(prefix, node, agent.name, name)] = b"" if gone else _json(about)
     return found
+
+
+def _config_topic(prefix: str, node: str, agent: str, sensor: str) -> str:
+    """Home Assistant takes no '.' there; names of agents have no capitals."""
+    return f"{prefix}/sensor/{node}_{agent.replace('.', '_DOT_')}/{sensor}/config"
 
 
 def _json(facts: Mapping[str, Any]) -> bytes:
@@ -214,12 +219,14 @@ def command_topic(base: str, agent: str, verb: str) -> str:
 
 
 def parts_of(base: str, topic: str) -> tuple[str, str] | None:
-    """Agent and verb of a command's topic; None when it is none."""
+    """Agent and verb of a command's topic; None when it is none, or too long to be answered."""
     start, parts = f"{base}/agents/", topic.split("/")
     if not topic.startswith(start) or len(parts) < 3 or parts[-2] != "command":
         return None
     agent, verb = parts[-3], parts[-1]
-    return (agent, verb) if topic == command_topic(base, agent, verb) else None
+    if not is_name(agent) or not is_name(verb) or topic != command_topic(base, agent, verb):
+        return None
+    return agent, verb
 
 
 def signature(topic: str, id: str, expires: float, reason: str, secret_sha256: str) -> str:

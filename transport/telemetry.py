@@ -183,6 +183,21 @@ METRICS: Final[dict[Daemon, tuple[Metric, ...]]] = {
         ),
         Metric("farflow_run_more_slots", "gauge", "Slots that would raise steps per hour.", _RUN),
         Metric("farflow_run_steps_per_hour", "gauge", "As the demand estimate sees it.", _RUN),
+        Metric(
+            "farflow_mqtt_connected",
+            "gauge",
+            "1 while the MQTT bridge is connected; absent without `[mqtt]`.",
+            alert="farflow_mqtt_connected == 0",
+            remedy="`scheduler/logs/gateway.log` says why; nothing but MQTT suffers",
+        ),
+        Metric("farflow_mqtt_connections_total", "counter", "Connections made to the broker."),
+        Metric("farflow_mqtt_published_total", "counter", "Messages given to the broker."),
+        Metric(
+            "farflow_mqtt_commands_total",
+            "counter",
+            "Commands over MQTT by the code of their answer, `ok` if carried out.",
+            ("code",),
+        ),
     ),
     "agent": (
         Metric("farflow_edge_tokens_total", "counter", "Tokens drawn since the start."),
@@ -245,21 +260,29 @@ def page(daemon: Daemon, samples: Mapping[str, Iterable[Sample]]) -> bytes:
     """
     known = {metric.name: metric for metric in METRICS[daemon]}
     lines: list[str] = []
+    rendered: dict[tuple[str, ...], dict[tuple[str, ...], str]] = {}
     for name, found in samples.items():
         metric = known[name]
         start = len(lines)
+        texts = rendered.setdefault(metric.labels, {})  # an agent's name is in a dozen metrics
         for values, value in found:
             if value != value:  # NaN
                 continue
-            labels = ",".join(
-                f'{label}="{_escaped(text)}"'
-                for label, text in zip(metric.labels, values, strict=True)
-            )
-            lines.append(f"{name}{{{labels}}} {value!r}" if labels else f"{name} {value!r}")
+            labels = texts.get(values)
+            if labels is None:
+                labels = texts[values] = _labels(metric.labels, values)
+            lines.append(f"{name}{labels} {value!r}")
         if len(lines) > start:
             lines[start:start] = [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
     lines.append("")
     return "\n".join(lines).encode()
+
+
+def _labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    if not names and not values:
+        return ""
+    pairs = zip(names, values, strict=True)
+    return "{" + ",".join(f'{name}="{_escaped(text)}"' for name, text in pairs) + "}"
 
 
 def _escaped(text: str) -> str:

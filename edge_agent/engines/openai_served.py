@@ -6,6 +6,7 @@ weights in it; where the server shows its weights, ``openai_weights`` reads the 
 """
 
 import asyncio
+import importlib.util
 import math
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -15,7 +16,7 @@ import structlog
 
 from edge_agent.config import OpenaiServer, OpenaiTable
 from edge_agent.engines.chat_tokenizer import ChatTokenizer
-from edge_agent.engines.openai_weights import Forms, ServerWeights
+from edge_agent.engines.openai_weights import Forms, ServerWeights, wake
 from edge_agent.engines.openai_wire import (
     COMPLETIONS,
     GENERATE,
@@ -26,7 +27,7 @@ from edge_agent.engines.openai_wire import (
     read_answer,
 )
 from edge_agent.engines.vllm_arguments import tensor_forms
-from transport.errors import GenerationFailed, ModelError
+from transport.errors import ConfigError, GenerationFailed, ModelError
 from transport.runtime.clock import Clock
 from transport.runtime.model_folder import load_tokenizer
 from transport.weights.digest import state_digest
@@ -84,7 +85,12 @@ def server_of(table: OpenaiTable, policy: str) -> OpenaiServer:
 
 
 def check_servers(table: OpenaiTable) -> None:
-    """Raises ConfigError when an address or a key file is none; names the field."""
+    """Raises ConfigError when an address or a key file is none, or what reads tokenizers lacks;
+    names the field."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            "engine = \"openai\" needs transformers for tokenizers: pip install 'farflow[torch]'"
+        )
     for server in (*((table,) if table.base_url else ()), *table.servers.values()):
         Address(server)
 
@@ -151,6 +157,8 @@ def find_served(
     updates = server.weight_updates == "vllm"
     path = GENERATE if updates else COMPLETIONS
     model = served_model(address, server, within_s)
+    if updates:
+        wake(address, within_s)
     try:
         check_answers(address, path, model.id, vocabulary, within_s)
     except ServerBusy:

@@ -44,6 +44,7 @@ class Drawing:
         self._answer: Any = None
         self._stale = False
         self._pieces: list[Piece] = []
+        self._left = 0
 
     def begin_anew(self) -> None:
         """Unless it has begun: end it, so that ``run`` raises Stale."""
@@ -64,6 +65,7 @@ class Drawing:
         import aiohttp
 
         self._pieces, self._stale = [], False
+        self._left = self._request.sampling.max_new_tokens
         served = self._served
         body = ask(served.path, served.model, self._request, self._sibling, salt)
         url = f"{served.address.url}{served.path}"
@@ -84,6 +86,8 @@ class Drawing:
         return self._completion(version)
 
     async def _read(self, answer: Any, url: str) -> None:
+        from aiohttp.http_exceptions import LineTooLong
+
         try:
             async for line in answer.content:
                 self._not_stale()
@@ -92,13 +96,19 @@ class Drawing:
                     continue  # no data: a comment, or nothing
                 piece = None if data == b"[DONE]" else read_answer(data, url)
                 if piece is not None:
-                    self._pieces.append(piece)
-                    self._drawn(len(piece.tokens))
-        except ValueError as error:  # a line that is longer than the buffer
+                    self._take(piece, url)
+        except (LineTooLong, ValueError) as error:  # which of them is aiohttp's version's choice
             raise GenerationFailed(f"{url}: the server's answer is malformed: {error}") from error
         self._not_stale()
         if not self._pieces or self._pieces[-1].finish_reason is None:
             raise ServerAway(f"{url}: the answer broke off")
+
+    def _take(self, piece: Piece, url: str) -> None:
+        self._left -= len(piece.tokens)
+        if self._left < 0 or not all(0 <= each < self._served.vocabulary for each in piece.tokens):
+            raise GenerationFailed(f"{url}: the server gives too many tokens, or unknown ones")
+        self._pieces.append(piece)
+        self._drawn(len(piece.tokens))
 
     def _not_stale(self) -> None:
         if self._stale:
@@ -132,7 +142,7 @@ class Drawing:
                     f"{self._request.request_id}: weights {span.version!r} drew it, which are not"
                     " this agent's: the server was started anew, or others write to it, too"
                 )
-            versions += [number] * (span.end - span.start)
+            versions += [number] * min(span.end - span.start, tokens)
         if len(versions) != tokens:
             raise GenerationFailed(
                 f"{self._request.request_id}: {tokens} tokens, versions of {len(versions)}"

@@ -7,6 +7,7 @@ other life of the server has, so tokens that anything else drew are told from ou
 that may have left the weights of no version the server stays paused until they are written anew.
 """
 
+import contextlib
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ import msgspec
 import numpy as np
 
 from edge_agent.engine import Positions, inside
-from edge_agent.engines.openai_wire import Address, ServerAway
+from edge_agent.engines.openai_wire import Address, ServerAway, ServerBusy
 from edge_agent.engines.vllm_exchange import Exchange
 from edge_agent.engines.vllm_map import (
     TensorForm,
@@ -63,6 +64,23 @@ class Forms(NamedTuple):
 
     forms: dict[str, TensorForm]
     shapes: dict[str, tuple[int, ...]]
+
+
+def wake(address: Address, within_s: float) -> None:
+    """End what an earlier life of an agent may have left half done: an update, a pause. Blocks.
+
+    Raises:
+        ModelError: the server has no such routes; says how to start it.
+        ServerAway, ServerBusy: try again.
+    """
+    with contextlib.suppress(GenerationFailed):  # no update is under way
+        address.call("POST", "/finish_weight_update", {}, within_s=within_s)
+    try:
+        address.call("POST", "/resume", within_s=within_s)
+    except ServerBusy:
+        raise
+    except GenerationFailed as error:
+        raise ModelError(f"{error}; {_HOW}") from error
 
 
 class ServerWeights:
@@ -154,9 +172,12 @@ class ServerWeights:
                 self._update({"do": "drop"})
                 self._post("/finish_weight_update", {"weight_version": self._label or None})
         except EngineError as error:
-            raise WeightApplyFailed(f"{where}: {error}") from error
+            raise EngineCrashed(f"{where}: {error}") from error
         if problem:
-            raise WeightApplyFailed(f"{where}: {problem}")
+            raise WeightApplyFailed(
+                f"{where}: {problem}; the server must see {Path(path).parent.parent} as the agent"
+                " does, or another folder, named in agent.openai.exchange_folder"
+            )
 
     def _commit(self, where: str, version: int, paused: Callable[[], None]) -> float:
         label = f"{self._life}/{version}"

@@ -113,6 +113,8 @@ def read_answer(data: bytes, where: str) -> Piece | None:
         raise GenerationFailed(
             f"{where}: the server gives no token ids; vLLM does with return_token_ids"
         )
+    if not tokens and choice.finish_reason is None:
+        return None
     logprobs = _numbers(choice.logprobs)
     if len(logprobs) != len(tokens):
         raise GenerationFailed(
@@ -199,7 +201,7 @@ def fault(status: int, data: bytes, retry_after: str | None, where: str) -> Gene
             after_s = float(retry_after or 0)
         except ValueError:  # a date: our own waiting will do
             after_s = 0.0
-        return ServerBusy(text, after_s)
+        return ServerBusy(text, after_s if after_s > 0 else 0.0)
     if status in (401, 403):
         text += " (agent.openai.api_key_file holds the key; --enable-scale-out opens vLLM's routes)"
     return GenerationFailed(text)

@@ -14,11 +14,10 @@ What always holds:
 import asyncio
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import msgspec
 import structlog
 
 from edge_agent.config import VllmTable
@@ -33,18 +32,17 @@ from edge_agent.engine import (
 )
 from edge_agent.engines.vllm_arguments import environment
 from edge_agent.engines.vllm_policy import VllmPolicy
-from edge_agent.engines.vllm_room import Admission, PolicyRoom
+from edge_agent.engines.vllm_room import Admission, PolicyRoom, remember, remembered
 from transport.errors import (
     ConfigError,
     EngineCrashed,
     EngineError,
+    FarflowError,
     GenerationFailed,
     ModelError,
-    StoreError,
     WeightApplyFailed,
 )
 from transport.runtime.clock import Clock, SystemClock
-from transport.runtime.files import atomic_write
 from transport.weights.patch import Patch
 from transport.weights.tensors import Cells, TensorBytes
 
@@ -55,20 +53,6 @@ BACKOFF_MAX_S: Final = 120.0
 START_TRIES: Final = 3
 STEADY_S: Final = 600.0
 """A process that lived so long has not crashed again and again."""
-
-
-class _Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What is written down at the end."""
-
-    sequences: int
-
-
-def _remembered(path: Path | None) -> int:
-    """0 when nothing (sound) is there."""
-    try:
-        return 0 if path is None else msgspec.json.decode(path.read_bytes(), type=_Room).sequences
-    except (OSError, msgspec.DecodeError):
-        return 0
 
 
 class _Hosted:
@@ -108,7 +92,7 @@ class VllmEngine:
             )
         environment(threads)
         self._memory = memory if not slots else None
-        self.slots = slots or _remembered(self._memory) or table.max_sequences
+        self.slots = slots or remembered(self._memory) or table.max_sequences
         self.takes_adapters = False
         self.when_freed: Callable[[], None] | None = None
         self.when_lost: Callable[[str], None] | None = None
@@ -119,7 +103,7 @@ class VllmEngine:
         self._hosted: dict[str, _Hosted] = {}
         self._changing: dict[str, asyncio.Lock] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        self._requests: set[asyncio.Task[Completion]] = set()
+        self._leaving: set[_Hosted] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._crashes: dict[str, int] = {}
         self._not_before_s: dict[str, float] = {}
@@ -136,9 +120,13 @@ class VllmEngine:
         self._loop = None
         closed = GenerationFailed("the engine is closed")
         self._admission.refuse(closed)
-        await asyncio.to_thread(self._remember)
+        if self._memory is not None:
+            rooms = [hosted.room for hosted in self._hosted.values()]
+            await asyncio.to_thread(remember, self._memory, rooms)
         for name in list(self._hosted):
             self._retire(name, closed)
+        for hosted in self._leaving:  # nobody waits for its requests any more
+            hosted.idle.set()
         while self._ending:
             await asyncio.wait(set(self._ending))
 
@@ -255,8 +243,8 @@ class VllmEngine:
             if wait_s > 0:
                 _log.info("engine.backing_off", policy=name, wait_s=round(wait_s, 1))
                 await asyncio.sleep(wait_s)
-            try:
-                return await asyncio.to_thread(
+            starting = asyncio.create_task(
+                asyncio.to_thread(
                     VllmPolicy,
                     name,
                     folder,
@@ -266,6 +254,12 @@ class VllmEngine:
                     clock=self._clock,
                     lost=self._died,
                 )
+            )
+            try:
+                return await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                self._end_with(name, self._unwanted(starting))
+                raise
             except EngineCrashed as error:
                 left -= 1
                 self._back_off(name)
@@ -281,10 +275,15 @@ class VllmEngine:
             return False
 
     async def unload_policy(self, policy: str) -> None:
-        """See ``Engine.unload_policy``. Its processes end when its last sequence has."""
-        if policy in self._hosted:
-            self._retire(policy)
-            _log.info("engine.policy_unloaded", policy=policy)
+        """See ``Engine.unload_policy``. Its processes end when its last sequence has; without any
+        they have ended, and the memory is free, when this returns."""
+        hosted = self._hosted.get(policy)
+        if hosted is None:
+            return
+        ending = self._retire(policy)
+        if not hosted.requests:
+            await asyncio.wait({ending})
+        _log.info("engine.policy_unloaded", policy=policy)
 
     async def apply(self, policy: str, version: int, patch: Patch) -> float:
         """See ``Engine.apply``."""
@@ -322,12 +321,6 @@ class VllmEngine:
         """Sequences of a policy that its cache has room for now."""
         return self._find(policy).room.sequences
 
-    def _remember(self) -> None:
-        rooms = [hosted.room.sequences for hosted in self._hosted.values() if hosted.room.known]
-        if self._memory is not None and rooms:
-            with contextlib.suppress(StoreError):  # the next start guesses again
-                atomic_write(self._memory, msgspec.json.encode(_Room(sequences=sum(rooms))))
-
     def _find(self, policy: str) -> _Hosted:
         hosted = self._hosted.get(policy)
         if hosted is None:
@@ -339,19 +332,30 @@ class VllmEngine:
 
     # ---- the end of a policy's processes -------------------------------------------------------
 
-    def _retire(self, policy: str, reason: EngineError | None = None) -> None:
+    def _retire(self, policy: str, reason: EngineError | None = None) -> asyncio.Task[None]:
         """End a policy's processes, without a reason once its last request is answered."""
         hosted = self._hosted.pop(policy)
-        task = asyncio.get_running_loop().create_task(self._end(hosted, reason))
+        self._leaving.add(hosted)
+        return self._end_with(policy, self._end(hosted, reason))
+
+    def _end_with(self, policy: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Something that must be over before the policy is started again."""
+        task = asyncio.get_running_loop().create_task(work, name=policy)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-        task.set_name(policy)
+        return task
 
     async def _end(self, hosted: _Hosted, reason: EngineError | None) -> None:
         if reason is None:
             await hosted.idle.wait()
         await asyncio.to_thread(hosted.policy.stop, reason)
         self._tokens_gone += hosted.policy.tokens_generated
+        self._leaving.discard(hosted)
+
+    async def _unwanted(self, starting: asyncio.Task[VllmPolicy]) -> None:
+        with contextlib.suppress(FarflowError):
+            policy = await starting
+            await asyncio.to_thread(policy.stop)
 
     async def _retired(self, policy: str) -> None:
         """Wait until nothing of the policy's earlier processes is left."""

@@ -9,10 +9,14 @@ faster, vLLM would only throw out what it began, and begin it again.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
 from typing import Final
 
-from transport.errors import EngineError
+import msgspec
+
+from transport.errors import EngineError, StoreError
+from transport.runtime.files import atomic_write
 
 _WEIGHT: Final = 0.02
 """Of the newest length in the running mean: it forgets what was 50 sequences ago."""
@@ -45,6 +49,28 @@ class PolicyRoom:
         """A sequence had so many tokens, its prompt included."""
         mean = self._mean_tokens
         self._mean_tokens = mean + _WEIGHT * (tokens - mean) if mean else float(tokens)
+
+
+class _Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine writes down at its end."""
+
+    sequences: int
+
+
+def remember(path: Path, rooms: Iterable[PolicyRoom]) -> None:
+    """Write down how many sequences fit, where that is known."""
+    known = [room.sequences for room in rooms if room.known]
+    if known:
+        with contextlib.suppress(StoreError):  # the next start guesses again
+            atomic_write(path, msgspec.json.encode(_Memory(sequences=sum(known))))
+
+
+def remembered(path: Path | None) -> int:
+    """What ``remember`` wrote; 0 when nothing (sound) is there."""
+    try:
+        return 0 if path is None else msgspec.json.decode(path.read_bytes(), type=_Memory).sequences
+    except (OSError, msgspec.DecodeError):
+        return 0
 
 
 class Admission:

@@ -3,8 +3,9 @@
     class      codes (beginnings)                 the job            the agent
     away       agent.                             again at once      -
     copy       weights                            again at once      back-off after a streak
-    box        engine.apply engine.crashed        again at once,     back-off after a streak,
-               integrity link process sandbox.    elsewhere          evidence
+    box        engine.apply engine.away           again at once,     back-off after a streak,
+               engine.busy engine.crashed         elsewhere          evidence
+               integrity link process sandbox.
                spool store trajectory.
     data       summary.invalid                    as box             evidence, at once
     job        everything else (attempt. engine   back-off with      back-off after a streak
@@ -30,6 +31,8 @@ _BY_BEGINNING: tuple[tuple[str, FailureClass], ...] = (
     ("integrity.checksum", "data"),
     ("trajectory.", "box"),
     ("engine.apply", "box"),
+    ("engine.away", "box"),
+    ("engine.busy", "box"),
     ("engine.crashed", "box"),
     ("integrity", "box"),
     ("link", "box"),

@@ -11,6 +11,7 @@ import { Policies } from "./policies.js";
 import { Weights } from "./weights.js";
 
 const THEMES = ["", "light", "dark"];
+const NOTICE_MS = 20000;
 const find = (id) => document.getElementById(id);
 
 const feed = new Feed();
@@ -25,7 +26,7 @@ const pages = {
   events: ["Events", new Events(model)],
   explain: ["Explain", new Explain(model)],
 };
-let current = null, waiting = false;
+let current = null, waiting = false, noticed = 0;
 
 const links = Object.fromEntries(Object.entries(pages).filter(([name]) => name !== "explain")
   .map(([name, [title]]) => [name, h("a", { href: `#/${name}` }, title)]));
@@ -43,8 +44,12 @@ function route() {
   }
   if (!model.status) return;
   if (moved) find("main").replaceChildren(page.element);
-  if (name === "explain") page.open(decodeURIComponent(subject ?? ""));
+  if (name === "explain") page.open(decoded(subject ?? ""));
   draw();
+}
+
+function decoded(part) {
+  try { return decodeURIComponent(part); } catch { return part; }
 }
 
 // At most once a frame, however much arrives.
@@ -88,10 +93,19 @@ async function act(agent, order) {
   if (dialog.returnValue !== "yes") return;
   try {
     await feed.ask(`v1/agents/${encodeURIComponent(agent)}/${order}`, { method: "POST", body: { reason: find("reason").value } });
-    connection(`${order} ${agent}: done`);
+    notice(`${order} ${agent}: done`);
   } catch (error) {
-    connection(`${order} ${agent}: ${error.message}`, true);
+    notice(`${order} ${agent}: ${error.message}`, true);
   }
+}
+
+// What became of an order stays for a while, whatever the connection says meanwhile.
+function notice(text, bad = false) {
+  const line = find("notice");
+  setText(line, text);
+  line.classList.toggle("bad", bad);
+  clearTimeout(noticed);
+  noticed = setTimeout(() => setText(line, ""), NOTICE_MS);
 }
 
 function connection(text, off = false) {
@@ -120,7 +134,15 @@ find("theme").addEventListener("click", () => {
   localStorage.setItem("farflow-theme", THEMES[(at + 1) % THEMES.length]);
   theme();
 });
-addEventListener("hashchange", route);
+// Not as a place in the page, which would be another page to `route`.
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  find("main").focus();
+});
+addEventListener("hashchange", () => {
+  if (new URLSearchParams(location.hash.slice(1)).has("token")) location.reload();
+  else route();
+});
 theme();
 
 let problem = "";

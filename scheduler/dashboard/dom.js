@@ -25,6 +25,8 @@ export function setText(element, text) {
 export function keyed(parent, entries, keyOf, make, update) {
   const old = parent.kept ?? (parent.kept = new Map());
   const now = new Map();
+  const wanted = new Set(entries.map(keyOf));
+  for (const [key, element] of old) if (!wanted.has(key)) element.remove();
   let place = parent.firstElementChild;
   for (const entry of entries) {
     const key = keyOf(entry);
@@ -34,7 +36,6 @@ export function keyed(parent, entries, keyOf, make, update) {
     if (element === place) place = place.nextElementSibling;
     else parent.insertBefore(element, place);
   }
-  for (const [key, element] of old) if (!now.has(key)) element.remove();
   parent.kept = now;
 }
 

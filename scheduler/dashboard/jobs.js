@@ -59,7 +59,7 @@ export class Jobs {
       this.more.disabled = !page.more;
       this.note.textContent = this.rows.length ? `${this.rows.length} shown${page.more ? ", there are more" : ""}` : "None found.";
     } catch (error) {
-      this.note.textContent = error.message;
+      if (mine === this.asked) this.note.textContent = error.message;
     }
   }
 }
@@ -67,6 +67,7 @@ export class Jobs {
 export class Explain {
   constructor(model) {
     this.model = model;
+    this.asked = 0;
     this.element = h("div", { style: "display:contents" });
     this.candidates = new Table([
       { title: "Agent", text: (c) => c.agent },
@@ -79,9 +80,11 @@ export class Explain {
   show() {}
 
   async open(subject) {
+    const mine = ++this.asked;
     this.element.replaceChildren(card(`Explain ${subject}`, h("p", { class: "quiet" }, "Asking…")));
     try {
       const said = await this.model.feed.ask(`v1/explain/${encodeURIComponent(subject)}`);
+      if (mine !== this.asked) return;
       this.candidates.show(said.candidates);
       this.element.replaceChildren(
         card(`${said.kind} ${said.subject}`, h("p", {}, h("span", { class: `mark ${stateClass(said.state)}` }, said.state)),
@@ -89,7 +92,7 @@ export class Explain {
         ...(said.candidates.length ? [card("How placement sees the agents", this.candidates.element)] : []),
         card("History, newest first", said.history.length ? h("pre", { class: "log", tabindex: 0 }, said.history.toReversed().join("\n")) : h("p", { class: "quiet" }, "None remembered.")));
     } catch (error) {
-      this.element.replaceChildren(card(`Explain ${subject}`, h("p", { class: "bad" }, error.message)));
+      if (mine === this.asked) this.element.replaceChildren(card(`Explain ${subject}`, h("p", { class: "bad" }, error.message)));
     }
   }
 }

@@ -13,6 +13,7 @@ from aiohttp import web
 from scheduler.config import SchedulerConfig
 from scheduler.gateway.access import HttpRole, HttpToken, TokenBook
 from scheduler.gateway.feed import Feed
+from scheduler.gateway.metrics import BridgeCounts
 from scheduler.gateway.submitters import Submitters
 from scheduler.http_server import HttpRefused
 from scheduler.operator import Operator
@@ -50,7 +51,7 @@ class Line:
 @dataclass(slots=True)
 class World:
     """What answers are made with. ``folder`` is the scheduler's, read by one at a time (``disk``);
-    ``orders`` answers at once, ``logs`` after an agent has."""
+    ``orders`` answers at once, ``logs`` after an agent has; ``bridge`` is there with ``[mqtt]``."""
 
     config: SchedulerConfig
     folder: Path
@@ -63,6 +64,8 @@ class World:
     submitters: Submitters
     disk: asyncio.Lock
     streams: int = 0
+    downloads: int = 0
+    bridge: BridgeCounts | None = None
 
 
 class NoQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,7 +2,8 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import get_args
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from transport.runs import HELD_OUT
 from transport.status import (
@@ -25,10 +26,37 @@ _GAUGES = {
 _Found = Iterator[tuple[str, tuple[str, ...], float | None]]
 
 
-def render(status: SchedulerStatus) -> bytes:
+@dataclass(slots=True)
+class BridgeCounts:
+    """What the MQTT bridge did in this life of its process; ``commands`` by the code of their
+    answer, ``ok`` for those that were carried out."""
+
+    connected: bool = False
+    connections: int = 0
+    published: int = 0
+    commands: Counter[str] = field(default_factory=Counter)
+
+    def facts(self) -> dict[str, Any]:
+        """For the log."""
+        return {
+            "connected": self.connected,
+            "connections": self.connections,
+            "published": self.published,
+            "commands": dict(self.commands),
+        }
+
+
+def render(status: SchedulerStatus, bridge: BridgeCounts | None = None) -> bytes:
     """The page; agents that said goodbye and runs that ended are left out, so that a scheduler of
     weeks does not grow its page."""
     samples: dict[str, list[Sample]] = defaultdict(list)
+    if bridge is not None:
+        samples["farflow_mqtt_connected"] = [((), int(bridge.connected))]
+        samples["farflow_mqtt_connections_total"] = [((), bridge.connections)]
+        samples["farflow_mqtt_published_total"] = [((), bridge.published)]
+        samples["farflow_mqtt_commands_total"] = [
+            ((code,), count) for code, count in sorted(bridge.commands.items())
+        ]
     for name, labels, value in _all(status):
         if value is not None:
             samples[name].append((labels, value))

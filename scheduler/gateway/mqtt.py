@@ -2,17 +2,16 @@
 
 What always holds: the bridge is lossy and one-sided. It reads the status that the gateway has
 anyway; a broker that is slow, away or full costs telemetry and nothing else. What waits to be sent
-is bounded by the number of topics: of each only the latest is kept. A command counts only with a
-valid signature of an operator's token, once, until it expires; it is recorded as one over HTTP is.
-After a lost connection everything that brokers keep is said again.
+is bounded by the number of topics: of each only the latest is kept; what waits to be heard is
+bounded too, and what comes beyond that is dropped. After a lost connection everything that brokers
+keep is said again.
 """
 
 import asyncio
+import contextlib
 import random
-import ssl
-from collections import OrderedDict
 from collections.abc import Iterable
-from pathlib import Path
+from itertools import islice
 from typing import Final, NoReturn
 
 import aiomqtt
@@ -20,22 +19,19 @@ import msgspec
 import structlog
 
 from scheduler.config import MqttTable
-from scheduler.gateway.access import HttpRole, HttpToken, TokenBook
-from scheduler.gateway.audit import Asked, Audit
+from scheduler.gateway.access import TokenBook
+from scheduler.gateway.audit import Audit
 from scheduler.gateway.calls import Line
 from scheduler.gateway.feed import Feed
-from scheduler.operator import Order, RequestRefused
-from transport.errors import ConfigError, FarflowError
+from scheduler.gateway.metrics import BridgeCounts
+from scheduler.gateway.mqtt_access import broker_password, broker_tls
+from scheduler.gateway.mqtt_orders import MqttOrders
+from transport.errors import FarflowError
 from transport.mqtt_topics import (
-    MAX_COMMAND_BYTES,
     OFFLINE,
     ONLINE,
-    VERBS,
-    Command,
     Publication,
-    Reply,
     changes,
-    command_fault,
     commands_filter,
     discovery,
     parts_of,
@@ -43,26 +39,25 @@ from transport.mqtt_topics import (
     telemetry,
 )
 from transport.runtime.clock import Clock
-from transport.runtime.files import read_limited
 from transport.status import SchedulerStatus
 
 CONNECT_S: Final = 10.0
+"""How long a broker may take to answer."""
+GOODBYE_S: Final = 1.0
 FIRST_RETRY_S: Final = 1.0
-LAST_RETRY_S: Final = 60.0
-KEEPALIVE_S: Final = 30
 STATE_S: Final = 2.0
 """How often a changed state is said."""
+COUNTS_S: Final = 60.0
 MAX_TOPICS: Final = 20_000
-MAX_IDS: Final = 4096
 MAX_INCOMING: Final = 64
-MAX_PASSWORD_BYTES: Final = 1024
+_UNKNOWN: Final = b"?"
+"""What a broker may keep of a topic after a lost connection: equal to nothing that is ever said."""
 
-_ORDERS: Final[dict[str, Order]] = {"drain": "drain", "cordon": "cordon", "resume": "uncordon"}
 _log = structlog.get_logger()
 
 
 class MqttBridge:
-    """``run`` until cancelled."""
+    """``run`` until cancelled; ``counts`` says what it did."""
 
     def __init__(
         self,
@@ -82,65 +77,102 @@ class MqttBridge:
         """
         self._table = table
         self._feed = feed
-        self._orders = orders
-        self._book = book
-        self._audit = audit
         self._clock = clock
         self._rng = rng
-        self._password = _password(table.password_file)
-        self._tls = _tls(table)
+        self._orders = MqttOrders(orders, book, audit, table.host, clock.wall_s)
+        self._password = broker_password(table)
+        self._tls = broker_tls(table)
         self._kept: dict[str, bytes] = {}
         """What the broker keeps of us, as far as this connection knows."""
-        self._answered: OrderedDict[str, Reply] = OrderedDict()
         self._counted: dict[str, tuple[float, int]] = {}
         self._rates: dict[str, float] = {}
-        self.connected = False
-        self.published = 0
+        self._left_out = 0
+        self.counts = BridgeCounts()
 
     async def run(self) -> NoReturn:
         """Connect, serve, and again with back-off."""
-        retry_s = FIRST_RETRY_S
-        while True:
-            began_s = self._clock.monotonic_s()
-            try:
-                await self._serve()
-            except (aiomqtt.MqttError, OSError, TimeoutError) as error:
-                _log.warning("mqtt.not_connected", broker=self._table.host, reason=str(error)[:200])
-            finally:
-                self.connected = False
-            if self._clock.monotonic_s() - began_s > LAST_RETRY_S:
-                retry_s = FIRST_RETRY_S
-            await asyncio.sleep(retry_s * self._rng.uniform(0.75, 1.25))
-            retry_s = min(LAST_RETRY_S, 2 * retry_s)
+        first_s = retry_s = min(FIRST_RETRY_S, self._table.retry_max_s)
+        logging = asyncio.create_task(self._log_counts())
+        try:
+            while True:
+                before, began_s = self.counts.connections, self._clock.monotonic_s()
+                try:
+                    await self._serve()
+                except Exception as error:  # noqa: BLE001 - it costs this connection alone
+                    kind = type(error).__name__
+                    reason = str(error)[:200] or kind
+                    _log.warning("mqtt.lost", broker=self._table.host, reason=reason, error=kind)
+                _end_if_cancelled()  # a broker that does not say goodbye is an error of its own
+                lasted_s = self._clock.monotonic_s() - began_s
+                if self.counts.connections > before and lasted_s > self._table.retry_max_s:
+                    retry_s = first_s
+                await asyncio.sleep(retry_s * self._rng.uniform(0.75, 1.25))
+                retry_s = min(self._table.retry_max_s, 2 * retry_s)
+        finally:
+            logging.cancel()
+            await asyncio.gather(logging, return_exceptions=True)
+            await self._orders.close()
 
     async def _serve(self) -> None:
         """One connection, until it is lost."""
         table = self._table
+        status = f"{table.base_topic}/status"
         client = aiomqtt.Client(
             table.host,
             table.port,
             username=table.username or None,
             password=self._password,
             identifier=f"farflow-{table.base_topic.replace('/', '-')}"[:64],
-            will=aiomqtt.Will(f"{table.base_topic}/status", OFFLINE, qos=1, retain=True),
+            will=aiomqtt.Will(status, OFFLINE, qos=1, retain=True),
             timeout=CONNECT_S,
-            keepalive=KEEPALIVE_S,
+            keepalive=table.keepalive_s,
             tls_context=self._tls,
             max_queued_incoming_messages=MAX_INCOMING,
         )
         async with client:
-            if table.commands:
-                await client.subscribe(commands_filter(table.base_topic), qos=1)
-            await client.publish(f"{table.base_topic}/status", ONLINE, qos=1, retain=True)
-            self._kept = {}
-            self.connected = True
-            _log.info("mqtt.connected", broker=table.host, base=table.base_topic)
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._tell(client))
-                    tasks.create_task(self._hear(client))
-            except* (aiomqtt.MqttError, OSError, TimeoutError) as lost:
-                raise aiomqtt.MqttError(str(lost.exceptions[0])) from lost
+                if table.commands:
+                    await client.subscribe(commands_filter(table.base_topic), qos=1)
+                await client.publish(status, ONLINE, qos=1, retain=True)
+                self._kept = dict.fromkeys(self._kept, _UNKNOWN)
+                self.counts.connected = True
+                self.counts.connections += 1
+                _log.info("mqtt.connected", broker=table.host, base=table.base_topic)
+                await self._talk(client)
+            except asyncio.CancelledError:
+                client.timeout = GOODBYE_S
+                with contextlib.suppress(aiomqtt.MqttError):  # in order, so that there is no will
+                    await client.publish(status, OFFLINE, qos=1, retain=True)
+                raise
+            finally:
+                client.timeout = GOODBYE_S
+                self.counts.connected = False
+
+    async def _talk(self, client: aiomqtt.Client) -> None:
+        """Say and hear, until either fails."""
+        _end_if_cancelled()
+        # No task group: that of Python 3.11 leaves its own cancellation counted.
+        both = [asyncio.create_task(part) for part in (self._tell(client), self._hear(client))]
+        pending = set(both)
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            while pending:  # nor does the client's ``wait_for`` keep every cancellation
+                for task in pending:
+                    task.cancel()
+                _, pending = await asyncio.wait(pending, timeout=GOODBYE_S)
+        failed = [task.exception() for task in both if not task.cancelled()]
+        raise next((error for error in failed if error), aiomqtt.MqttError("ended"))
+
+    async def _log_counts(self) -> None:
+        """Now and then, when something happened."""
+        said = ""
+        while True:
+            await asyncio.sleep(COUNTS_S)
+            facts = self.counts.facts()
+            if str(facts) != said:
+                said = str(facts)
+                _log.info("mqtt.counts", **facts)
 
     # ---- what is said ------------------------------------------------------------------------
 
@@ -153,23 +185,28 @@ class MqttBridge:
             except FarflowError as error:
                 _log.info("mqtt.no_status", reason=str(error))
             else:
-                await self._publish(client, self._state(status))
+                wanted = self._wanted(status)
+                await self._publish(client, list(changes(self._kept, wanted)))
+                self._kept = wanted
                 if now_s >= next_s:
                     next_s = now_s + self._table.interval_s
                     self._measure(status, now_s)
-                    await self._publish(
-                        client, telemetry(self._table.base_topic, status, self._rates)
-                    )
-            await asyncio.sleep(STATE_S)
+                    base = self._table.base_topic
+                    await self._publish(client, telemetry(base, status, self._rates))
+            await asyncio.sleep(min(STATE_S, self._table.interval_s))
 
-    def _state(self, status: SchedulerStatus) -> list[Publication]:
+    def _wanted(self, status: SchedulerStatus) -> dict[str, bytes]:
+        """What the broker is to keep, by topic; of too much, what is over comes last."""
         now = retained(self._table.base_topic, status)
         if self._table.home_assistant:
             now |= discovery(self._table.base_topic, self._table.discovery_prefix, status)
-        if len(now) > MAX_TOPICS:
-            _log.warning("mqtt.too_many_topics", topics=len(now), most=MAX_TOPICS)
-            now = dict(list(now.items())[:MAX_TOPICS])
-        return list(changes(self._kept, now))
+        left_out = max(0, len(now) - MAX_TOPICS)
+        if left_out:
+            if not self._left_out:
+                _log.warning("mqtt.too_many_topics", topics=len(now), most=MAX_TOPICS)
+            now = dict(islice(sorted(now.items(), key=lambda one: not one[1]), MAX_TOPICS))
+        self._left_out = left_out
+        return now
 
     async def _publish(self, client: aiomqtt.Client, publications: Iterable[Publication]) -> None:
         """State with quality of service 1, numbers of the moment with 0. What was said is
@@ -178,11 +215,9 @@ class MqttBridge:
             await client.publish(
                 one.topic, one.payload, qos=1 if one.retain else 0, retain=one.retain
             )
-            self.published += 1
-            if one.retain and one.payload:
+            self.counts.published += 1
+            if one.retain:
                 self._kept[one.topic] = one.payload
-            elif one.retain:
-                self._kept.pop(one.topic, None)
 
     def _measure(self, status: SchedulerStatus, now_s: float) -> None:
         """Tokens per second of every agent since the last time."""
@@ -202,91 +237,16 @@ class MqttBridge:
         async for message in client.messages:
             topic, payload = str(message.topic), message.payload
             found = parts_of(self._table.base_topic, topic)
-            if found is None or message.retain or not isinstance(payload, bytes):
-                continue  # a retained command would be given again to everybody who comes
-            reply = await self._obey(topic, *found, payload)
+            if found is None or not isinstance(payload, bytes) or not payload:
+                continue  # an empty one is how a retained one is taken back
+            reply = await self._orders.obey(topic, *found, payload, retained=message.retain)
+            self.counts.commands[reply.code or "ok"] += 1
             await client.publish(f"{topic}/reply", msgspec.json.encode(reply), qos=1)
 
-    async def _obey(self, topic: str, agent: str, verb: str, payload: bytes) -> Reply:
-        try:
-            if len(payload) > MAX_COMMAND_BYTES:
-                raise msgspec.ValidationError(f"longer than {MAX_COMMAND_BYTES} bytes")
-            command = msgspec.json.decode(payload, type=Command)
-        except msgspec.DecodeError as error:
-            return Reply(id="", ok=False, code="mqtt.malformed", message=str(error)[:200])
-        token = self._book.named(command.token)
-        fault = "mqtt.unknown_token"
-        if token is not None:
-            fault = command_fault(topic, command, token.secret_sha256, self._clock.wall_s())
-        if fault:  # not remembered: whoever has no token must not use up another one's id
-            return await self._refused(topic, command, token, fault)
-        known = self._answered.get(command.id)
-        if known is not None:  # delivered twice
-            return known
-        reply = await self._carried_out(topic, agent, verb, command, token)
-        self._answered[command.id] = reply
-        while len(self._answered) > MAX_IDS:
-            self._answered.popitem(last=False)
-        return reply
 
-    def _asked(self, topic: str, command: Command, token: HttpToken | None) -> Asked:
-        return Asked(
-            token=command.token,
-            role="" if token is None else token.role.value,
-            address=f"mqtt:{self._table.host}",
-            method="MQTT",
-            path=topic,
-        )
-
-    async def _refused(
-        self, topic: str, command: Command, token: HttpToken | None, code: str
-    ) -> Reply:
-        reply = Reply(id=command.id, ok=False, code=code, message="not carried out")
-        try:
-            await self._audit.refused(self._asked(topic, command, token), 0, code)
-        except FarflowError as error:
-            _log.warning("mqtt.not_recorded", reason=str(error))
-        return reply
-
-    async def _carried_out(
-        self, topic: str, agent: str, verb: str, command: Command, token: HttpToken | None
-    ) -> Reply:
-        if token is None or token.role is not HttpRole.OPERATOR:
-            return await self._refused(topic, command, token, "mqtt.role")
-        if verb not in VERBS:
-            return await self._refused(topic, command, token, "mqtt.unknown_command")
-        try:
-            begun = await self._audit.begin(self._asked(topic, command, token))
-            code, message = "", ""
-            try:
-                async with self._orders.turn() as operator:
-                    message = await operator.order(
-                        agent, _ORDERS[verb], reason=command.reason, by=f"mqtt:{command.token}"
-                    )
-            except RequestRefused as error:
-                code, message = "refused", str(error)
-            except Exception as error:  # noqa: BLE001 - it is answered, whatever went wrong
-                code, message = "mqtt.failed", f"{type(error).__name__}: {error}"
-            await self._audit.end(begun, 0, code)
-        except FarflowError as error:
-            return Reply(id=command.id, ok=False, code=error.code, message=str(error)[:300])
-        return Reply(id=command.id, ok=not code, code=code, message=message[:300])
-
-
-def _password(path: str) -> str | None:
-    if not path:
-        return None
-    try:
-        found = read_limited(Path(path), MAX_PASSWORD_BYTES)
-    except (FileNotFoundError, FarflowError) as error:
-        raise ConfigError(f"mqtt.password_file: {path} cannot be read: {error}") from error
-    return found.decode("utf-8", "replace").strip()
-
-
-def _tls(table: MqttTable) -> ssl.SSLContext | None:
-    if not table.tls:
-        return None
-    try:
-        return ssl.create_default_context(cafile=table.ca_file or None)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"mqtt.ca_file: {table.ca_file}: {error}; name a PEM file") from error
+def _end_if_cancelled() -> None:
+    """Raises CancelledError where a cancellation was lost in an error or a result that came at the
+    same moment."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

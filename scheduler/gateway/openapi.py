@@ -12,12 +12,14 @@ from transport.errors import LocalProtocolError
 from transport.ids import NAME_RULE
 
 NAME: Final = "[a-z0-9][a-z0-9._-]{0,47}"
+WHEEL: Final = r"[A-Za-z0-9][A-Za-z0-9._+!-]{0,200}\.whl"
 PARTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     **{
         name: (NAME, {"type": "string", "pattern": f"^{NAME}$", "description": NAME_RULE})
         for name in ("run", "policy", "agent")
     },
     "subject": (".{1,200}", {"type": "string", "minLength": 1, "maxLength": 200}),
+    "wheel": (WHEEL, {"type": "string", "pattern": f"^{WHEEL}$"}),
     "command": ("|".join(COMMANDS), {"type": "string", "enum": list(COMMANDS)}),
     "order": ("|".join(ORDERS), {"type": "string", "enum": list(ORDERS)}),
 }

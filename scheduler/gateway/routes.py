@@ -9,6 +9,7 @@ from scheduler.gateway.routes_jobs import SUBMITTING
 from scheduler.gateway.routes_look import LOOKING
 from scheduler.gateway.routes_orders import ORDERING
 from scheduler.gateway.routes_pages import PAGES
+from scheduler.gateway.wheel import WHEELS
 
 
 async def _describe(call: Call) -> dict[str, Any]:
@@ -20,6 +21,7 @@ ROUTES: Final = (
     *ORDERING,
     *SUBMITTING,
     *PAGES,
+    *WHEELS,
     Route(
         method="GET",
         path="/v1/openapi.json",

@@ -67,7 +67,7 @@ async def _history(call: Call) -> RunHistory:
 
 async def _metrics(call: Call) -> web.Response:
     snapshot = await call.world.feed.status()
-    page = await asyncio.to_thread(render, snapshot.status)
+    page = await asyncio.to_thread(render, snapshot.status, call.world.bridge)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
 

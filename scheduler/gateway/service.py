@@ -19,6 +19,7 @@ from scheduler.gateway.app import Gateway
 from scheduler.gateway.audit import Audit
 from scheduler.gateway.calls import Line, World
 from scheduler.gateway.feed import Feed
+from scheduler.gateway.mqtt import MqttBridge
 from scheduler.gateway.routes import ROUTES
 from scheduler.gateway.submitters import Submitters
 from scheduler.http_access import tls_context
@@ -66,7 +67,7 @@ async def serve(
     with await claim(folder, stop):
         (folder / ADDRESS).unlink(missing_ok=True)
         running = asyncio.create_task(
-            _serve(config, folder, network=network, clock=clock, on_ready=on_ready)
+            _serve(config, folder, network=network, clock=clock, rng=rng, on_ready=on_ready)
         )
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -88,6 +89,7 @@ async def _serve(
     *,
     network: Network,
     clock: Clock,
+    rng: random.Random,
     on_ready: Callable[[dict[str, Any]], None],
 ) -> None:
     table, keys = config.http, Path(config.transport.keys)
@@ -126,6 +128,10 @@ async def _serve(
             submitters=submitters,
             disk=asyncio.Lock(),
         )
+        bridge = None
+        if config.mqtt.enabled:
+            bridge = MqttBridge(config.mqtt, feed, world.orders, book, audit, clock=clock, rng=rng)
+            world.bridge = bridge.counts
         gateway = Gateway(world, ROUTES, audit)
         gateway.listener = HttpListener(
             gateway.handle,
@@ -145,12 +151,15 @@ async def _serve(
             _log.info("gateway.ready", address=address, tokens=len(book))
 
         ports = [table.port] if table.port else [*remembered_ports(folder / "port"), 0]
-        keeping = asyncio.create_task(_keep(gateway, world))
+        beside = [asyncio.create_task(_keep(gateway, world))]
+        if bridge is not None:
+            beside.append(asyncio.create_task(bridge.run()))
         try:
             await gateway.listener.run(ports, listening)
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
 
 
 async def _keep(gateway: Gateway, world: World) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from service_world import POLICY, WAIT_S, PlaneLink
 
 from scheduler.children import overrides_of
-from scheduler.config import HttpTable, SchedulerConfig, SchedulerTable
+from scheduler.config import HttpTable, MqttTable, SchedulerConfig, SchedulerTable
 from scheduler.operator import Operator
 from transport.keys import KeyPair, create_keys, load_server_key
 from transport.messages import Plane
@@ -26,10 +26,16 @@ class Deployment:
     """A scheduler as a child process, and peers of it in this one; ``table`` is ``[scheduler]``."""
 
     def __init__(
-        self, folder: Path, network: ZmqNetwork, http: HttpTable | None = None, **table: Any
+        self,
+        folder: Path,
+        network: ZmqNetwork,
+        http: HttpTable | None = None,
+        mqtt: MqttTable | None = None,
+        **table: Any,
     ) -> None:
         self.folder = folder
         self.http = http or HttpTable(enabled=False)
+        self.mqtt = mqtt or MqttTable()
         self.network = network
         self.table = {
             "heartbeat_s": 0.2,
@@ -52,6 +58,7 @@ class Deployment:
             ),
             scheduler=SchedulerTable(folder=str(self.folder / "scheduler"), **self.table),
             http=self.http,
+            mqtt=self.mqtt,
         )
         program = "from scheduler.cli import scheduler_group; scheduler_group()"
         self.child = await asyncio.create_subprocess_exec(
@@ -106,13 +113,13 @@ class Deployment:
 
 @contextlib.asynccontextmanager
 async def deployment(
-    folder: Path, http: HttpTable | None = None, **table: Any
+    folder: Path, http: HttpTable | None = None, mqtt: MqttTable | None = None, **table: Any
 ) -> AsyncIterator[Deployment]:
     """``folder`` gets keys of agents a and b, a trainer, an operator and a viewer; without ``http``
     there is no gateway."""
     create_keys(folder / "keys", agents=("a", "b"), trainers=(POLICY,), viewers=("viewer",))
     network = ZmqNetwork()
-    world = Deployment(folder, network, http, **table)
+    world = Deployment(folder, network, http, mqtt, **table)
     try:
         await world.start()
         yield world

@@ -11,7 +11,7 @@ import aiohttp
 from deployment import Deployment, deployment
 from service_world import WAIT_S, PlaneLink
 
-from scheduler.config import HttpTable
+from scheduler.config import HttpTable, MqttTable
 from scheduler.gateway.access import HttpRole, create_token
 from scheduler.gateway.service import ADDRESS
 from transport.keys import create_keys
@@ -71,10 +71,10 @@ class GatewayWorld:
 
 @contextlib.asynccontextmanager
 async def gateway_world(
-    folder: Path, *, tokens: bool = True, **http: Any
+    folder: Path, *, tokens: bool = True, mqtt: MqttTable | None = None, **http: Any
 ) -> AsyncIterator[GatewayWorld]:
-    """A daemon in ``folder`` with ``[http]`` settings; tokens ``look``, ``ops`` and ``jobs``, made
-    before it starts."""
+    """A daemon in ``folder`` with ``[http]`` (and ``[mqtt]``) settings; tokens ``look``, ``ops``
+    and ``jobs``, made before it starts."""
     names = {"viewer": "look", "operator": "ops", "submitter": "jobs"} if tokens else {}
     table = HttpTable(**{"port": 0, "requests_per_s": 1000.0, **http})
     keys = folder / "keys"
@@ -84,7 +84,7 @@ async def gateway_world(
         for role, name in names.items()
     }
     # Agents that say hello here send no heartbeats after it.
-    async with deployment(folder, table, lost_after_s=600.0) as world:
+    async with deployment(folder, table, mqtt, lost_after_s=600.0) as world:
         yield GatewayWorld(world, secrets)
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from edge_agent.engines.vllm_room import Admission, PolicyRoom
+from edge_agent.engines.vllm_room import Admission, PolicyRoom, remember, remembered
 from transport.errors import GenerationFailed
 
 pytestmark = pytest.mark.asyncio
@@ -74,3 +74,14 @@ async def test_who_is_cancelled_or_refused_takes_no_place():
     leave.set()
     await fourth
     assert admission.running == 0
+
+
+async def test_what_fits_is_remembered(tmp_path):
+    path, rooms = tmp_path / "room.json", [PolicyRoom(1000, 64), PolicyRoom(1250, 64)]
+    remember(path, rooms)
+    assert remembered(path) == remembered(None) == 0
+    rooms[1].ended(100)
+    remember(path, rooms)
+    assert remembered(path) == 10
+    path.write_text("what?")
+    assert remembered(path) == 0

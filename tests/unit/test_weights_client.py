@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 from published_versions import PLACE, POLICY, TRUSTED, Versions
+from structlog.testing import capture_logs
 
 from edge_agent.core.effects import DiscardCopy, FetchPlan, OpenCopy, SwapWeights, VerifyWeights
 from edge_agent.core.events import (
@@ -19,6 +20,7 @@ from edge_agent.core.events import (
     WeightsSwapped,
     WeightsVerified,
 )
+from edge_agent.engine import WeightsHidden
 from edge_agent.engines.fake import FakeEngine
 from edge_agent.weight_copy import WeightCopies
 from edge_agent.weights_client import WeightsClient
@@ -155,6 +157,32 @@ async def test_cells_that_the_engine_lost_are_found_and_good_ones_are_confirmed(
     assert isinstance(failed, VerifyFailed)
     assert failed.code == "engine.weights"
     assert "cells of 'a'" in failed.detail or "cells of 'b'" in failed.detail
+
+
+class Hiding(FakeEngine):
+    """A server of somebody else's, which shows no weights."""
+
+    def read_weights(self, policy):
+        raise WeightsHidden(policy)
+
+    def read_cells(self, policy, tensor, positions):
+        raise WeightsHidden(policy)
+
+
+@pytest.mark.asyncio
+async def test_weights_that_cannot_be_read_are_served_but_never_called_verified(tmp_path, versions):
+    agent = Agent(tmp_path, versions, Hiding(4))
+    with capture_logs() as logs:
+        swapped = await agent.bring(versions.plan(0))
+        read_back = VerifyWeights(policy=POLICY, ticket=8, rescan=False, read_back=True)
+        assert await agent.do(read_back) == WeightsVerified(policy=POLICY, ticket=8)
+        both = VerifyWeights(policy=POLICY, ticket=9, rescan=True, read_back=True)
+        assert await agent.do(both) == WeightsVerified(policy=POLICY, ticket=9)
+    assert (swapped.version, agent.engine.version(POLICY)) == (0, 0)
+    assert [one["version"] for one in logs if one["event"] == "weights.unverified"] == [0]
+    claims = [one for one in logs if one["event"] == "weights.verified"]
+    assert [(one["rescan"], one["read_back"]) for one in claims] == [(True, False)]
+    await agent.client.close()
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,134 @@
+"""Signed commands that came over MQTT: whether they count, what becomes of them.
+
+What always holds: a command counts only with a valid signature of an operator's token, until it
+expires; a second one of the same token, topic and id gets the first one's answer and is not carried
+out again. It is recorded as one over HTTP is, and like there nothing is recorded of who has no
+token: whoever can write to the broker must not push others' lines out of the record.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from scheduler.gateway.access import HttpRole, HttpToken, TokenBook
+from scheduler.gateway.audit import Asked, Audit
+from scheduler.gateway.calls import Line
+from scheduler.operator import Order, RequestRefused
+from transport.errors import FarflowError, LinkError
+from transport.mqtt_topics import MAX_COMMAND_BYTES, VERBS, Command, Reply, command_fault
+
+MAX_REMEMBERED: Final = 4096
+SHOWN: Final = 300
+
+_ORDERS: Final[dict[str, Order]] = {"drain": "drain", "cordon": "cordon", "resume": "uncordon"}
+_Key = tuple[str, str, str]
+"""Token, topic and id."""
+
+
+class MqttOrders:
+    """``obey`` one command after the other. ``broker`` is shown in the record; ``wall_s`` tells the
+    time since 1970."""
+
+    def __init__(
+        self, orders: Line, book: TokenBook, audit: Audit, broker: str, wall_s: Callable[[], float]
+    ) -> None:
+        self._orders = orders
+        self._book = book
+        self._audit = audit
+        self._broker = broker
+        self._wall_s = wall_s
+        self._given: dict[_Key, tuple[float, asyncio.Task[Reply]]] = {}
+        """Commands that count and did not expire, with when they do."""
+
+    async def obey(
+        self, topic: str, agent: str, verb: str, payload: bytes, *, retained: bool
+    ) -> Reply:
+        """What became of a command. One that is being carried out is carried on with when this is
+        cancelled."""
+        try:
+            if len(payload) > MAX_COMMAND_BYTES:
+                raise msgspec.ValidationError(f"longer than {MAX_COMMAND_BYTES} bytes")
+            command = msgspec.json.decode(payload, type=Command)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return Reply(id="", ok=False, code="mqtt.malformed", message=str(error)[:SHOWN])
+        if retained:  # it would be given again to everybody who comes
+            return _no(command, "mqtt.retained", "send it without the retain flag")
+        token = self._book.named(command.token)
+        if token is None:
+            return _no(command, "mqtt.unknown_token", "there is no HTTP token of this name")
+        fault = command_fault(topic, command, token.secret_sha256, self._wall_s())
+        if fault:  # not remembered: whoever has no token must not use up another one's id
+            return _no(command, fault, "not carried out")
+        key = (token.name, topic, command.id)
+        if key not in self._given:
+            self._forget()
+            if len(self._given) >= MAX_REMEMBERED:
+                return _no(command, "mqtt.busy", "too many commands that have not expired; wait")
+            asked = self._asked(topic, token, payload)
+            work = self._carried_out(asked, agent, verb, command, token)
+            self._given[key] = (command.expires, asyncio.create_task(work))
+        return await asyncio.shield(self._given[key][1])
+
+    async def close(self) -> None:
+        """Give up what is not done; idempotent."""
+        tasks = [task for _, task in self._given.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self) -> None:
+        """What has expired is refused for that."""
+        now_s = self._wall_s()
+        self._given = {k: one for k, one in self._given.items() if one[0] > now_s}
+
+    def _asked(self, topic: str, token: HttpToken, payload: bytes) -> Asked:
+        return Asked(
+            token=token.name,
+            role=token.role.value,
+            address=f"mqtt:{self._broker}",
+            method="MQTT",
+            path=topic[:SHOWN],
+            body_sha256=hashlib.sha256(payload).hexdigest(),
+        )
+
+    async def _carried_out(
+        self, asked: Asked, agent: str, verb: str, command: Command, token: HttpToken
+    ) -> Reply:
+        try:
+            if token.role is not HttpRole.OPERATOR:
+                text = f"token {token.name} has role {token.role.value}; this takes an operator's"
+                return await self._refused(asked, _no(command, "mqtt.role", text))
+            if verb not in VERBS:
+                text = f"commands are {', '.join(VERBS)}"
+                return await self._refused(asked, _no(command, "mqtt.unknown_command", text))
+            begun = await self._audit.begin(asked)
+            reply = await self._ordered(agent, verb, command)
+            await self._audit.end(begun, 0, reply.code)
+        except FarflowError as error:  # it cannot be recorded
+            return _no(command, error.code, str(error))
+        return reply
+
+    async def _refused(self, asked: Asked, reply: Reply) -> Reply:
+        await self._audit.refused(asked, 0, reply.code)
+        return reply
+
+    async def _ordered(self, agent: str, verb: str, command: Command) -> Reply:
+        by = f"mqtt:{command.token}"
+        try:
+            async with self._orders.turn() as operator:
+                said = await operator.order(agent, _ORDERS[verb], reason=command.reason, by=by)
+        except RequestRefused as error:
+            code, _, text = str(error).partition(": ")
+            return _no(command, code, text or code)
+        except LinkError as error:
+            return _no(command, "scheduler.unreachable", f"{error}; send it again with a new id")
+        except Exception as error:  # noqa: BLE001 - it is answered, whatever went wrong
+            return _no(command, "mqtt.failed", f"{type(error).__name__}: {error}")
+        return Reply(id=command.id, ok=True, message=said[:SHOWN])
+
+
+def _no(command: Command, code: str, text: str) -> Reply:
+    return Reply(id=command.id, ok=False, code=code, message=text[:SHOWN])

@@ -1,0 +1,82 @@
+"""Every file below ``examples/`` is what it says: accepted as it is, and the programs work."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from edge_agent.config import AgentConfig
+from farflow.cli import cli
+from scheduler.autoscaler import Autoscaler, AutoscalerTable
+from scheduler.config import SchedulerConfig
+from transport.runtime.clock import SystemClock
+from transport.runtime.config import load_config
+from transport.status import DemandStatus
+
+FOLDER = Path(__file__).parents[2] / "examples"
+FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.toml"))
+PROMISED = {
+    "arithmetic.toml",  # one machine
+    "three-hosts/run.toml",
+    "spot-pool/agent.toml",
+    "solve_and_verify.toml",  # two policies
+    "programs/second_try.toml",  # an agent of one's own
+    "own-model/own.toml",
+}
+
+
+def test_the_examples_that_the_page_promises_are_here() -> None:
+    assert set(FILES) >= PROMISED
+    page = (FOLDER.parent / "docs" / "getting-started.md").read_text(encoding="utf-8")
+    for name in PROMISED:
+        top = name.split("/")[0]
+        assert f"`examples/{top}" in page, name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_is_accepted_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str((FOLDER / name).parent))
+    result = CliRunner().invoke(cli, ["config", "check", str(FOLDER / name)])
+    assert result.exit_code == 0, result.output
+
+
+def demand(more_slots: int) -> DemandStatus:
+    return DemandStatus(
+        run="own",
+        binds="generation",
+        more_slots=more_slots,
+        hardware="l40s",
+        steps_hour=100.0,
+        steps_hour_with=200.0,
+        reason="",
+    )
+
+
+@pytest.mark.asyncio
+async def test_the_spot_pools_hook_says_how_many_instances_the_schedulers_demand_makes(
+    tmp_path: Path,
+) -> None:
+    pool = FOLDER / "spot-pool"
+    table = load_config(SchedulerConfig, [pool / "deployment.toml"]).value.scheduler.autoscaler
+    _, program, name = table.command
+    out = tmp_path / name
+    command = (sys.executable, str(pool / program), str(out))
+    for slots, expected in ((8, 1), (64, 1), (65, 2), (100_000, 16)):
+        live = AutoscalerTable(command=command, least_slots=table.least_slots, cool_down_s=0.0)
+        scaler = Autoscaler(live, SystemClock(), lambda slots=slots: (demand(slots),))  # type: ignore[misc]
+        await scaler.look()
+        assert json.loads(out.read_text()) == {"more_instances": expected}
+
+
+def test_the_hook_and_the_agent_of_the_pool_mean_the_same_slots() -> None:
+    agent = load_config(AgentConfig, [FOLDER / "spot-pool" / "agent.toml"]).value.agent
+    program = runpy.run_path(str(FOLDER / "spot-pool" / "rent.py"))
+    assert agent.slots == program["SLOTS"]
+    assert agent.token_file
+    assert not agent.key, "an image must not hold a key: every instance makes its own"
+    said = msgspec.json.decode(msgspec.json.encode({"demand": [demand(3)]}))
+    assert program["instances"](said) == 1
