@@ -12,6 +12,7 @@ NAMES = (
     "leases",
     "learning",
     "learning_lag",
+    "operations",
     "placement",
     "simulator_network",
     "simulator_scale",

@@ -54,7 +54,14 @@ class FleetProcess:
     """The agents' process and its pipe."""
 
     def __init__(
-        self, world: World, port: int, *, slots: int, work_s: float, sites: tuple[str, ...] = ()
+        self,
+        world: World,
+        port: int,
+        *,
+        slots: int,
+        work_s: float,
+        sites: tuple[str, ...] = (),
+        spread: float = 0.0,
     ) -> None:
         log = world.services["trajectory-log"]
         fleet = Fleet(
@@ -67,6 +74,7 @@ class FleetProcess:
             policy=POLICY,
             folder=str(world.folder),
             sites=sites,
+            spread=spread,
         )
         self._pipe, theirs = _SPAWN.Pipe()
         self.process = _SPAWN.Process(target=run_fleet, args=(fleet, theirs), daemon=True)
@@ -87,11 +95,19 @@ class FleetProcess:
 
 @contextmanager
 def fleet(
-    world: World, started: Started, *, slots: int, work_s: float, sites: tuple[str, ...] = ()
+    world: World,
+    started: Started,
+    *,
+    slots: int,
+    work_s: float,
+    sites: tuple[str, ...] = (),
+    spread: float = 0.0,
 ) -> Iterator[FleetProcess]:
     """Agents, all of them ready, at ``sites`` in turn."""
     asyncio.run(_submit_run(world, started.control_port))
-    agents = FleetProcess(world, started.control_port, slots=slots, work_s=work_s, sites=sites)
+    agents = FleetProcess(
+        world, started.control_port, slots=slots, work_s=work_s, sites=sites, spread=spread
+    )
     try:
         deadline = time.monotonic() + READY_S
         while agents.seen().ready < len(world.agents):

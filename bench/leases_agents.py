@@ -17,7 +17,6 @@ import random
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from queue import SimpleQueue
@@ -74,7 +73,7 @@ class Seen(msgspec.Struct):
 
 class Fleet(NamedTuple):
     """What the process is told; keys as (name, public, secret). Agents stand at ``sites`` in turn,
-    nowhere when there are none."""
+    nowhere when there are none; work takes ``work_s``, more or less by the share ``spread``."""
 
     endpoint: str
     server_key: str
@@ -85,6 +84,7 @@ class Fleet(NamedTuple):
     policy: str
     folder: str
     sites: tuple[str, ...] = ()
+    spread: float = 0.0
 
 
 class _Offer(msgspec.Struct):
@@ -155,7 +155,7 @@ class _Process:
         self._context.set(zmq.MAX_SOCKETS, 4 * len(fleet.agents) + 64)
         self._epoll = select.epoll()
         self._seen = Seen()
-        self._due: deque[tuple[float, _Agent, _Offer]] = deque()
+        self._due: list[tuple[float, str, _Agent, _Offer]] = []
         self._beats: list[tuple[float, str, _Agent]] = []
         self._heartbeat_s = 2.0
         self._rng = random.Random(1)
@@ -225,7 +225,7 @@ class _Process:
 
     def _offered(self, agent: _Agent, offers: list[_Offer]) -> None:
         now = time.monotonic()
-        seen = self._seen
+        seen, spread = self._seen, self._fleet.spread
         seen.offer_frames += 1
         seen.offers += len(offers)
         replies = []
@@ -235,7 +235,8 @@ class _Process:
             at_ns = submitted_ns(offer.job)
             if at_ns is not None:
                 seen.offer_s.append(now - at_ns / 1e9)
-            self._due.append((now + self._fleet.work_s, agent, offer))
+            due_s = now + self._fleet.work_s * self._rng.uniform(1.0 - spread, 1.0 + spread)
+            heapq.heappush(self._due, (due_s, offer.attempt, agent, offer))
         agent.say(replies[0] if len(replies) == 1 else LeaseReplies(replies=tuple(replies)))
 
     def _log_heard(self) -> None:
@@ -254,7 +255,7 @@ class _Process:
     def _finish(self, now: float) -> None:
         due, policy = self._due, self._fleet.policy
         while due and due[0][0] <= now:
-            _, agent, offer = due.popleft()
+            _, _, agent, offer = heapq.heappop(due)
             if agent.held.pop(offer.attempt, None) is None:
                 self._seen.refused += 1
                 continue

@@ -33,6 +33,7 @@ site = "{HOME}"
 """
 SLOTS: Final = 8
 WORK_S: Final = 20.0
+SPREAD: Final = 0.5
 READY_S: Final = 60.0
 LOG_TAIL: Final = 2000
 SUBMIT_S: Final = 240.0
@@ -77,7 +78,7 @@ def busy(agents: int, jobs: int, *, work_s: float = WORK_S) -> Iterator[Busy]:
         private_dir(Path(world.config.scheduler.folder) / "logs")  # the services would make it
         with (
             scheduler(world, real_log=False) as started,
-            fleet(world, started, slots=SLOTS, work_s=work_s, sites=SITES),
+            fleet(world, started, slots=SLOTS, work_s=work_s, sites=SITES, spread=SPREAD),
         ):
             endpoint = f"tcp://127.0.0.1:{started.control_port}"
             load = Load(endpoint, world.server_key, list(world.submitters.values()))

@@ -7,7 +7,8 @@ import platform
 from transport.runtime.origin import find_problem
 
 _REQUIRED = (
-    "aiohttp", "pyzmq", "msgspec", "msgpack", "zstandard", "safetensors", "cryptography", "numpy",
+    "aiohttp", "aiomqtt", "pyzmq", "msgspec", "msgpack", "zstandard", "safetensors", "cryptography",
+    "numpy",
 )  # fmt: skip
 _OPTIONAL = (
     ("torch", "torch", "torch engine and trainer", "torch"),

@@ -23,7 +23,7 @@ from farflow.deployment import RetentionTable
 from farflow.run_file import RunTable
 from farflow.up_config import LocalTable
 from scheduler.autoscaler import AutoscalerTable
-from scheduler.config import HttpTable, SchedulerTable
+from scheduler.config import HttpTable, MqttTable, SchedulerTable
 from transport.relay_config import RelayTable
 from transport.runs import (
     AlgorithmSpec,
@@ -45,6 +45,7 @@ DEPLOYMENT: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("scheduler", SchedulerTable),
     ("scheduler.autoscaler", AutoscalerTable),
     ("http", HttpTable),
+    ("mqtt", MqttTable),
     ("agent", AgentTable),
     ("agent.fake", FakeEngineTable),
     ("agent.vllm", VllmTable),

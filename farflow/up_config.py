@@ -8,7 +8,7 @@ from msgspec import Meta
 from cloud_trainer.config import TrainerTable
 from edge_agent.config import AgentTable
 from edge_agent.workflow import SHIPPED
-from scheduler.config import HttpTable, SchedulerTable
+from scheduler.config import HttpTable, MqttTable, SchedulerTable
 from sim.link_profile import load_profiles, profile_from_table
 from transport.errors import ConfigError
 from transport.ids import NAME_RULE, is_name
@@ -49,6 +49,7 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: TransportConfig = TransportConfig()
     scheduler: SchedulerTable = SchedulerTable()
     http: HttpTable = ANY_PORT
+    mqtt: MqttTable = MqttTable()
     agent: AgentTable = AgentTable()
     trainer: TrainerTable = TrainerTable()
     links: dict[str, dict[str, Any]] = {}

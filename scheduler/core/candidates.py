@@ -256,6 +256,9 @@ def _unsuited(ctx: Context, job: Job, agent: Agent, live: AgentLive) -> str:
             return f"not serving {policy}"
         if ref.version > version:
             return "past the pinned version"
+        kept = ctx.upto.get(agent.name, {}).get(policy, version)
+        if kept < version:
+            return f"keeps version {kept} of {policy} back for an evaluation"
         for lease in live.leases.values():
             if lease.pinned.get(policy, version) != version:
                 return f"pinned to version {lease.pinned[policy]} of {policy}"

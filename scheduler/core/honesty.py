@@ -40,7 +40,7 @@ def compared(ctx: Context, policy: Policy, message: StepReport) -> None:
     due: dict[str, DriftWindow] = {}
     for drift in message.drifts:
         job = ctx.tables.jobs.get(drift.job) if drift.job in taken else None
-        if job is None or job.result is None:
+        if job is None or job.result is None or job.result.agent not in ctx.agents:
             ctx.count("honesty.unknown_group")
             continue
         window = live.drifts.setdefault(job.result.agent, DriftWindow())
@@ -73,9 +73,10 @@ def _judge(ctx: Context, policy: Policy, live: PolicyLive, name: str, window: Dr
 
 
 def _witnessed(live: PolicyLive, name: str, step: int, bound: float) -> bool:
-    """Whether another agent's log-probabilities were found to be right of late."""
+    """Whether another agent's log-probabilities were found to be right of late; later steps are of
+    a lineage that was left."""
     return any(
-        other.step > max(0, step - WITNESS_STEPS) and other.mean <= bound
+        max(0, step - WITNESS_STEPS) < other.step <= step and other.mean <= bound
         for witness, other in live.drifts.items()
         if witness != name
     )

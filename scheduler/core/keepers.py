@@ -3,7 +3,7 @@
 Agents never go back to an older version. A pin holds one back only while it has work of that pin,
 and where few agents train fast, all of them could pass it between two jobs of the evaluation. So
 one agent, the evaluation's keeper, is told in ``Welcome`` and with every reply to a heartbeat not
-to pass it.
+to pass it, and gets no work that is pinned to a newer version.
 
 What always holds: an evaluation of the start with open jobs has at most one keeper, an agent that
 can do its work and has not passed its versions; one that is lost or unsuited is replaced as long as
@@ -14,13 +14,14 @@ nobody; nothing of this is durable, the scheduler's next life chooses again.
 from itertools import islice
 
 from scheduler.core.candidates import fits
-from scheduler.core.context import Context
+from scheduler.core.context import AgentLive, Context
 from scheduler.core.state import Evaluation
 
 MAX_LOOKED_AT = 256
-"""Agents among which a keeper is looked for; a larger fleet does not pass a version all at once."""
+"""Agents that are there among which a keeper is looked for; a larger fleet does not pass a version all at once."""
 
 _CANNOT, _JOINS, _SERVES = range(3)
+_HERE = ("joining", "ready", "suspect", "reconnecting")
 
 
 def look(ctx: Context) -> None:
@@ -34,7 +35,8 @@ def look(ctx: Context) -> None:
         rank = _rank(ctx, evaluation, live.keeper)
         if rank < _SERVES:
             ranks = {live.keeper: rank}  # which stays the first of equals
-            for name in islice(ctx.agents, MAX_LOOKED_AT):
+            here = (name for name, agent in ctx.agents.items() if agent.state in _HERE)
+            for name in islice(here, MAX_LOOKED_AT):
                 ranks[name] = _rank(ctx, evaluation, name)
             live.keeper = max(ranks, key=lambda name: ranks[name])
             rank = ranks[live.keeper]
@@ -53,14 +55,24 @@ def is_past(ctx: Context, evaluation: Evaluation, name: str) -> bool:
     )
 
 
+def _goes_past(live: AgentLive, evaluation: Evaluation) -> bool:
+    """Whether an agent has work that is pinned to a newer version: kept back, it could never do
+    it, and that work's pin would keep the evaluation's away."""
+    return any(
+        lease.pinned.get(id, version) > version
+        for lease in live.leases.values()
+        for id, version in evaluation.pinned.items()
+    )
+
+
 def _rank(ctx: Context, evaluation: Evaluation, name: str) -> int:
     live, agent = ctx.agents.get(name), ctx.tables.agents.get(name)
     if live is None or agent is None or agent.cordoned or agent.quarantined:
         return _CANNOT
-    if live.state not in ("joining", "ready", "suspect", "reconnecting"):
+    if live.state not in _HERE:
         return _CANNOT
     work = ctx.runs[evaluation.run].works[evaluation.name]
-    if is_past(ctx, evaluation, name) or work.workflow.reference not in agent.workflows:
+    if is_past(ctx, evaluation, name) or _goes_past(live, evaluation) or work.workflow.reference not in agent.workflows:
         return _CANNOT
     if not agent.versions.keys() >= evaluation.pinned.keys():
         return _JOINS

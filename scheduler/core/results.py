@@ -111,9 +111,10 @@ def _summary(ctx: Context, summary: GroupSummary, verdicts: Verdicts) -> None:
 def _fault(ctx: Context, job: Job, summary: GroupSummary) -> str:
     """What is wrong with a summary of a live attempt, or nothing."""
     sequences = job.sequences
-    # A workflow may return several sequences per sibling; of an evaluation's, one is scored.
+    # A workflow may return several sequences per sibling; of an evaluation's, one is scored, and a
+    # recheck counts all sequences of its group.
     rollouts, rest = divmod(len(summary.rewards), sequences)
-    most = 1 if job.kind == "eval" else MAX_ROLLOUTS
+    most = 1 if job.kind in ("eval", "recheck") else MAX_ROLLOUTS
     if rest or not 1 <= rollouts <= most or len(summary.lengths) != len(summary.rewards):
         return f"{len(summary.rewards)} rewards, {len(summary.lengths)} lengths of {sequences}"
     fault = summary_fault(summary)

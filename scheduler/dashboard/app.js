@@ -35,15 +35,14 @@ find("pages").append(...Object.values(links));
 function route() {
   const [, name, subject] = /^#\/([a-z]+)(?:\/(.*))?$/.exec(location.hash) ?? [null, "overview", ""];
   const [title, page] = pages[name] ?? pages.overview;
-  const moved = page !== current;
-  current = page;
   document.title = `${title} · farflow`;
   for (const [each, link] of Object.entries(links)) {
     if (each === name || (name === "explain" && each === "jobs")) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   if (!model.status) return;
-  if (moved) find("main").replaceChildren(page.element);
+  if (page !== current) find("main").replaceChildren(page.element);
+  current = page;
   if (name === "explain") page.open(decoded(subject ?? ""));
   draw();
 }
@@ -58,7 +57,7 @@ function draw() {
   waiting = true;
   requestAnimationFrame(() => {
     waiting = false;
-    if (!model.status) return;
+    if (!current) return;
     const begun = performance.now();
     current.show();
     alerts();

@@ -1,7 +1,7 @@
 // What the page knows: the last status, curves by policy, when versions were stored and served, and
 // the last events. Everything is bounded.
 
-const MAX_EVENTS = 500, MAX_VERSIONS = 8, MAX_POINTS = 1000;
+const MAX_EVENTS = 5000, MAX_VERSIONS = 8, MAX_POINTS = 1000;
 
 export class Model {
   constructor(feed) {
@@ -48,7 +48,7 @@ export class Model {
     const curve = this.curves.get(policy.policy);
     if (!curve) {
       this.curves.set(policy.policy, { steps: [], evaluations: policy.evaluations });
-      this.load(run);
+      if (policy.step) this.load(run);
       return;
     }
     curve.evaluations = policy.evaluations;

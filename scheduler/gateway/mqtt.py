@@ -132,7 +132,7 @@ class MqttBridge:
         async with client:
             try:
                 if table.commands:
-                    await client.subscribe(commands_filter(table.base_topic), qos=1)
+                    await self._subscribe(client, commands_filter(table.base_topic))
                 await client.publish(status, ONLINE, qos=1, retain=True)
                 self._kept = dict.fromkeys(self._kept, _UNKNOWN)
                 self.counts.connected = True
@@ -232,6 +232,13 @@ class MqttBridge:
         self._counted = counted
 
     # ---- what is heard -----------------------------------------------------------------------
+
+    async def _subscribe(self, client: aiomqtt.Client, topics: str) -> None:
+        """A broker that lets us say but not hear costs the commands alone."""
+        granted = await client.subscribe(topics, qos=1)
+        if any(not isinstance(code, int) and code.is_failure for code in granted):
+            remedy = "let this user read it, or set mqtt.commands = false"
+            _log.warning("mqtt.commands_refused", topics=topics, remedy=remedy)
 
     async def _hear(self, client: aiomqtt.Client) -> None:
         async for message in client.messages:

@@ -1,11 +1,11 @@
-"""What every engine does alike: the fake one here, the torch one among the slow tests, the vLLM
-engine where vLLM is (`make test-vllm`)."""
+"""What every engine does alike: the fake one here, the torch one among the slow tests, those
+with vLLM where vLLM is (`make test-vllm`)."""
 
 import asyncio
 import importlib.util
 import itertools
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,6 +95,15 @@ def vllm_case(folder: Path) -> Case:
     return Case(VllmEngine(SLOTS, table), served_qwen3(folder))
 
 
+def openai_case(folder: Path, urls: Sequence[str]) -> Case:
+    """Each policy has a server of its own."""
+    from edge_agent.config import OpenaiServer, OpenaiTable
+    from edge_agent.engines.openai_engine import OpenaiEngine
+
+    a, b = (OpenaiServer(base_url=url, weight_updates="vllm") for url in urls)
+    return Case(OpenaiEngine(SLOTS, OpenaiTable(servers={A: a, B: b})), folder)
+
+
 CASES = {
     "fake": fake_case,
     "torch": torch_case,
@@ -105,7 +114,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(120)]
 REAL = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 PARAMS = ["fake", *(pytest.param(name, marks=SLOW) for name in ("torch", "torch-in-place"))]
 if importlib.util.find_spec("vllm") is not None:
-    PARAMS.append(pytest.param("vllm", marks=REAL))
+    PARAMS += [pytest.param(name, marks=REAL) for name in ("vllm", "openai")]
 
 
 @pytest.fixture(scope="session")
@@ -117,6 +126,23 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case
         asyncio.run(case.engine.close())
 
 
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+    """A model's folder, and two real vLLM servers that serve it."""
+    from torch_models import served_qwen3
+    from vllm_server import TAKES_WEIGHTS, VllmServer
+
+    place = tmp_path_factory.mktemp("servers")
+    folder = served_qwen3(place / "model")
+    exact = (*TAKES_WEIGHTS, "--dtype", "float32", "--max-model-len", "512")
+    started = [VllmServer(folder, name, place / name, *exact) for name in ("a", "b")]
+    for server in started:
+        server.wait()
+    yield folder, [server.url for server in started]
+    for server in started:
+        server.stop()
+
+
 @pytest_asyncio.fixture(params=PARAMS)
 async def case(
     request: pytest.FixtureRequest,
@@ -124,9 +150,12 @@ async def case(
     lasting: dict[str, Case],
 ) -> AsyncIterator[Case]:
     lasts = request.param == "vllm"
-    made = lasting.get(request.param) or CASES[request.param](
-        tmp_path_factory.mktemp("c") / "model"
-    )
+    if request.param == "openai":
+        made = openai_case(*request.getfixturevalue("servers"))
+    else:
+        made = lasting.get(request.param) or CASES[request.param](
+            tmp_path_factory.mktemp("c") / "model"
+        )
     await made.engine.start()
     if lasts:
         lasting[request.param] = made

@@ -6,10 +6,12 @@ import json
 
 import pytest
 import pytest_asyncio
+from click.testing import CliRunner
 from gateway_world import GatewayWorld, gateway_world
 from mosquitto import Broker, Listener, listening, mosquitto, needs_mosquitto
 from service_world import WAIT_S
 
+from farflow.mqtt_commands import mqtt_group
 from scheduler.config import MqttTable
 from tests.integration.test_gateway import run_spec
 from transport.messages import DrainOrder, Goodbye, Heartbeat
@@ -82,6 +84,7 @@ async def test_what_is_kept_is_there_for_whoever_comes_later(broker, world):
     assert facts["cordoned"] is False
 
 
+@pytest.mark.slow
 async def test_telemetry_comes_at_its_interval_and_is_not_kept(broker, world, listener):
     topic = f"{BASE}/agents/a/telemetry"
 
@@ -111,23 +114,20 @@ async def test_what_home_assistant_is_told_leads_to_what_is_said(broker, world, 
     assert "tokens_per_s" in json.loads(listener.kept[about["state_topic"]])
 
 
-async def test_runs_and_policies_are_said_and_taken_back(broker, world, listener):
+async def test_runs_policies_and_agents_are_said_and_taken_back(broker, world, listener):
+    await world.join("b")
+    over = [f"{BASE}/runs/sums/state", f"{BASE}/policies/sums/solver/version"]
+    over.append(f"{BASE}/agents/b/state")
     async with world.world.operator() as operator:
         await operator.submit(run_spec(world, "sums"))
         await listener.shows(f"{BASE}/runs/sums/state", state="running")
         await listener.shows(f"{BASE}/policies/sums/solver/version", step=0)
+        await listener.shows(f"{BASE}/agents/b/state", slots=2)
         await operator.command("sums", "pause")
         await listener.shows(f"{BASE}/runs/sums/state", state="paused")
         await operator.command("sums", "stop")
-    over = (f"{BASE}/runs/sums/state", f"{BASE}/policies/sums/solver/version")
-    await listener.until("taken back", lambda: not set(over) & listener.kept.keys())
-
-
-async def test_an_agent_that_leaves_is_taken_back(broker, world, listener):
-    await world.join("b")
-    await listener.shows(f"{BASE}/agents/b/state", slots=2)
     await world.agents["b"].send(Goodbye(reason="a test"))
-    await listener.until("taken back", lambda: f"{BASE}/agents/b/state" not in listener.kept)
+    await listener.until("taken back", lambda: not set(over) & listener.kept.keys())
     await listener.until(
         "described no more", lambda: not [t for t in listener.kept if "farflow_test_b/" in t]
     )
@@ -155,6 +155,18 @@ async def test_signed_commands_are_carried_out_answered_recorded_and_shown(world
     told = [one for one in shown if one.facts.get("by") == "gateway/mqtt:ops"]
     assert [one.what for one in told] == ["ordered to cordon", "ordered to uncordon"]
     assert told[0].facts["reason"] == "a test"
+
+
+async def test_the_command_lines_payload_counts_as_it_is_printed(world, listener, tmp_path):
+    secret = tmp_path / "ops.secret"
+    secret.write_text(world.tokens["operator"] + "\n")
+    options = ["--base", BASE, "--token", "ops", "--secret-file", str(secret), "--json"]
+    ran = CliRunner().invoke(mqtt_group, ["command", "a", "resume", *options])
+    assert ran.exit_code == 0, ran.output
+    printed = json.loads(ran.output)
+    await listener.client.publish(printed["topic"], printed["payload"].encode(), qos=1)
+    reply = await listener.reply(json.loads(printed["payload"])["id"])
+    assert (reply["ok"], reply["message"][:13]) == (True, "nothing to do")
 
 
 async def test_a_drain_reaches_the_agent_and_what_the_scheduler_refuses_is_answered(
@@ -244,6 +256,7 @@ async def test_what_does_not_count_is_refused_with_its_code_and_does_nothing(
     assert 'farflow_mqtt_commands_total{code="ok"}' in page
 
 
+@pytest.mark.slow
 async def test_more_commands_than_can_wait_are_dropped_and_the_bridge_goes_on(world, listener):
     flood = [made(world, f"flood-{n}", "resume") for n in range(300)]
     await asyncio.gather(*(listener.client.publish(t, p, qos=0) for t, p in flood))

@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import datetime
+import itertools
+import json
 import os
 import signal
 import ssl
@@ -83,10 +86,12 @@ async def test_a_broker_that_was_away_is_told_everything_again(tmp_path):
                     await listener.is_kept(f"{BASE}/agents/a/telemetry")
                     await broker.kill()
                     await scheduler_answers(world)
-            # Back-off: from a second on, or the most there may be.
-            lost = log_of(world).count("mqtt.lost")
-            await asyncio.sleep(2.0)
-            assert 1 <= log_of(world).count("mqtt.lost") - lost <= 8
+            await says(world, "mqtt.lost", log_of(world).count("mqtt.lost") + 4)
+            lines = [json.loads(line) for line in log_of(world).splitlines()]
+            lost = [one["timestamp"] for one in lines if one["event"] == "mqtt.lost"][-4:]
+            times = [datetime.datetime.fromisoformat(one) for one in lost]
+            gaps_s = [(b - a).total_seconds() for a, b in itertools.pairwise(times)]
+            assert min(gaps_s) > 0.75 * SHORT["retry_max_s"], "it backs off"
 
 
 @pytest.mark.slow
@@ -172,6 +177,45 @@ async def test_tls_with_an_authority_of_ones_own_and_a_password(tmp_path):
                 await scheduler_answers(world)
                 assert "mqtt.connected" not in log_of(world)
                 assert PASSWORD not in log_of(world)
+
+
+async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A broker as far as it takes to refuse every subscription, which Mosquitto's own lists of
+    access do not (MQTT 3.1.1, section 3)."""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            kind = (await reader.readexactly(1))[0]
+            size = shift = 0
+            while True:
+                byte = (await reader.readexactly(1))[0]
+                size |= (byte & 127) << shift
+                shift += 7
+                if byte < 128:
+                    break
+            body = await reader.readexactly(size)
+            match kind >> 4:
+                case 1:  # CONNECT
+                    writer.write(b"\x20\x02\x00\x00")
+                case 3 if kind & 2:  # PUBLISH with quality of service 1
+                    start = 2 + int.from_bytes(body[:2])
+                    writer.write(b"\x40\x02" + body[start : start + 2])
+                case 8:  # SUBSCRIBE
+                    writer.write(b"\x90\x03" + body[:2] + b"\x80")
+                case 12:  # PINGREQ
+                    writer.write(b"\xd0\x00")
+
+
+@pytest.mark.slow
+async def test_a_broker_that_refuses_the_subscription_is_named_and_told_the_rest(tmp_path):
+    async with await asyncio.start_server(deaf, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        table = MqttTable(enabled=True, port=port, commands=True, **SHORT)
+        async with gateway_world(tmp_path, mqtt=table) as world:
+            await world.join("a")
+            await says(world, "mqtt.commands_refused")
+            await says(world, "mqtt.connected")
+            async with world.client("viewer") as client, client.get("/metrics") as answer:
+                assert "farflow_mqtt_connected 1" in await answer.text()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ TAKES_WEIGHTS = (
 
 
 class VllmServer:
-    """Serves ``folder`` as ``model``; blocks until it answers. Its output is in ``log``."""
+    """Serves ``folder`` as ``model``, after ``wait``. Its output is in ``log``."""
 
     def __init__(self, folder, model, log, *arguments):
         with socket.socket() as found:
@@ -47,16 +47,20 @@ class VllmServer:
             *("--logprobs-mode", "processed_logprobs"),
             *arguments,
         ]
+        self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **SETTINGS}
             )
+
+    def wait(self):
+        """Until it answers; ends it if it does not."""
         looks = int(START_S / LOOK_S)
         while not self._answers():
             looks -= 1
             if self._process.poll() is not None or not looks:
                 self.stop()
-                raise RuntimeError(f"vLLM did not start: {log.read_text()[-3000:]}")
+                raise RuntimeError(f"vLLM did not start: {self._log.read_text()[-3000:]}")
             time.sleep(LOOK_S)
 
     def stop(self):

@@ -1,36 +1,21 @@
-"""Commands in the documents exist, with those arguments; what they do is tested elsewhere:
-``make`` targets by CI, the daemons and the operator's commands in ``tests/e2e``."""
+"""Commands in the documents exist, with those arguments. What they do is tested elsewhere: the
+``farflow`` lines of shell blocks are run in ``tests/e2e/test_documented_commands.py`` and
+``test_three_hosts.py``, ``make`` targets by CI, benches by their own tests."""
 
 import contextlib
+import importlib.util
 import re
 import shlex
 from pathlib import Path
 
 import click
 import pytest
+from document_commands import PAGES, ROOT, commands, inline
 
 from farflow.cli import cli
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def commands(page: Path) -> list[str]:
-    """Lines of the page's shell blocks, continued lines joined, comments cut."""
-    found = []
-    for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            text = line.split(" #")[0].strip()
-            if text:
-                found.append(text)
-    return found
-
-
-def inline(page: Path) -> list[str]:
-    """``farflow`` command lines in running text."""
-    text = page.read_text(encoding="utf-8")
-    return [found for found in re.findall(r"`(farflow [^`\n]+)`", text) if "|" not in found]
-
+BENCH_OPTIONS = {"--json", "--quick"}
+"""What every bench takes (bench/report.py)."""
 
 ALL = sorted({(p.name, c) for p in PAGES for c in commands(p) if c.startswith("farflow ")})
 INLINE = sorted({(p.name, c) for p in PAGES for c in inline(p)})
@@ -39,12 +24,16 @@ INLINE = sorted({(p.name, c) for p in PAGES for c in inline(p)})
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the documents name."""
-    examples = ("examples/arithmetic.toml", "examples/solve_and_verify.toml")
-    for name in ("deployment.toml", *examples, "RUN_FOLDER/deployment.toml"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for path in sorted((ROOT / "examples").rglob("*.toml")):
+        name = path.relative_to(ROOT)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    folders = ("", "RUN_FOLDER/", "cloud/", "runs/arithmetic-0001/")
+    for name in (*(f"{f}deployment.toml" for f in folders), "examples/mine.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "FOLDER").mkdir()
-    for name in ("box/agent.toml", "farflow-agent/agent.toml"):
+    for name in ("agent/agent.toml", "box/agent.toml", "farflow-agent/agent.toml"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
     for name in ("FILE", "jobs.jsonl", "agent.toml", "trial.toml", "nightly.tar"):
@@ -79,9 +68,28 @@ def test_a_command_in_the_text_exists(folder: Path, page: str, line: str) -> Non
         parse(line)
 
 
-def test_the_readme_names_existing_make_targets() -> None:
+def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for page in PAGES:
-        for line in commands(page):
-            if line.startswith("make "):
-                assert line.split()[1] in targets, f"{page.name}: {line}"
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md"]
+    lines = {(p.name, line) for p in pages for line in [*commands(p), *inline(p, "make")]}
+    named = {(page, word) for page, line in lines if line.startswith("make ") for word in
+             line.split()[1:]}
+    assert {word for _, word in named} >= {"run", "test"}
+    assert [one for one in sorted(named) if one[1] not in targets] == []
+
+
+def test_python_programs_exist_and_take_the_options() -> None:
+    found = {(p.name, line) for p in PAGES for line in [*commands(p), *inline(p, "python")]}
+    found = {(page, line) for page, line in found if line.startswith("python ")}
+    assert len(found) >= 8
+    for page, line in sorted(found):
+        words = shlex.split(line)[1:]
+        if words[0] != "-m":
+            assert (ROOT / words[0]).is_file(), f"{page}: {line}"
+            continue
+        assert importlib.util.find_spec(words[1]), f"{page}: {line}"
+        assert words[1].startswith("bench."), f"{page}: {line}"
+        source = Path(importlib.util.find_spec(words[1]).origin).read_text()
+        own = set(re.findall(r'add_argument\("(--[a-z-]+)"', source))
+        used = {word for word in words[2:] if word.startswith("-")}
+        assert used <= own | BENCH_OPTIONS, f"{page}: {line}"

@@ -1,13 +1,14 @@
 """The metrics' table, the pages made of it, and what a scheduler's status says there."""
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler.gateway.metrics import render
+from scheduler.gateway.metrics import BridgeCounts, render
 from transport.status import (
     AccountingRow,
     AgentStatus,
@@ -174,7 +175,8 @@ def test_a_page_has_each_metric_once_and_no_empty_or_foreign_one():
 
 
 def test_every_metric_of_the_table_is_given():
-    given = {key[0] for key in read(render(_full()))}
+    bridge = BridgeCounts(connected=True, commands=Counter(ok=1))
+    given = {key[0] for key in read(render(_full(), bridge))}
     assert given == {metric.name for metric in METRICS["scheduler"]}
 
 

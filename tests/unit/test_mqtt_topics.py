@@ -74,6 +74,7 @@ def status(*agents: AgentStatus, state: str = "running") -> SchedulerStatus:
 
 def test_what_a_broker_keeps_of_a_status():
     found = retained(BASE, status(agent("paris"), agent("left", state="gone")))
+    assert found.pop("farflow/lab/agents/left/state") == b"", "of what is over nothing"
     assert sorted(found) == [
         "farflow/lab/agents/paris/state",
         "farflow/lab/policies/sums/solver/version",
@@ -81,7 +82,7 @@ def test_what_a_broker_keeps_of_a_status():
     ]
     assert json.loads(found["farflow/lab/agents/paris/state"])["site"] == "eu-west-3"
     assert json.loads(found["farflow/lab/policies/sums/solver/version"])["version"] == 9
-    assert not retained(BASE, status(state="finished")), "what is over is forgotten"
+    assert set(retained(BASE, status(state="finished")).values()) == {b""}
 
 
 @given(
@@ -100,6 +101,13 @@ def test_changes_bring_a_broker_from_one_state_to_the_other(before, now):
     assert kept == now
 
 
+def test_what_a_broker_may_keep_from_before_is_taken_back():
+    over = retained(BASE, status(agent("paris", state="gone")))
+    told = {one.topic: one.payload for one in changes({}, over)}
+    assert told[f"{BASE}/agents/paris/state"] == b""
+    assert f"{BASE}/agents/paris/state" not in {one.topic for one in changes(over, over)}
+
+
 def test_telemetry_is_not_kept_and_says_what_gpus_say():
     gpu = GpuReading(name="H200", power_w=320.5, temperature_c=61.0)
     (one,) = telemetry(BASE, status(agent("paris", gpus=(gpu,))), {"paris": 123.44})
@@ -112,8 +120,11 @@ def test_telemetry_is_not_kept_and_says_what_gpus_say():
 
 def test_home_assistant_finds_sensors_of_topics_that_are_said():
     gpu = GpuReading(name="H200", power_w=320.5)
-    world = status(agent("paris", gpus=(gpu,)), agent("rome"))
+    world = status(agent("paris", gpus=(gpu,)), agent("rome"), agent("bari.1", state="gone"))
     found = discovery(BASE, "homeassistant", world)
+    gone = [topic for topic in found if "bari_DOT_1/" in topic]
+    assert len(gone) == 5, "also what it may have had"
+    assert {found.pop(topic) for topic in gone} == {b""}
     said = {p.topic for p in telemetry(BASE, world, {})} | set(retained(BASE, world))
     ids = set()
     for topic, payload in found.items():
@@ -135,7 +146,9 @@ def test_a_base_that_brokers_or_readers_would_misread_is_refused(base):
 def test_commands_go_to_one_agent_and_verb():
     topic = command_topic(BASE, "paris", "drain")
     assert parts_of(BASE, topic) == ("paris", "drain")
-    for other in (f"{topic}/reply", "x/agents/paris/command/drain", f"{BASE}/agents/command/drain"):
+    strange = (f"{topic}/reply", "x/agents/paris/command/drain", f"{BASE}/agents/command/drain")
+    long = (command_topic(BASE, "a" * 49, "drain"), command_topic(BASE, "paris", "d" * 49))
+    for other in (*strange, *long, command_topic(BASE, "Paris", "drain")):
         assert parts_of(BASE, other) is None
 
 

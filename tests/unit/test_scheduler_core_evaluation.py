@@ -12,12 +12,16 @@ from core_builders import (
     of_type,
 )
 
+from scheduler.core import keepers
 from scheduler.core.effects import ProduceItems, RecordEvaluation, RunEnded
-from scheduler.core.events import ItemsProduced
+from scheduler.core.events import FromAgent, ItemsProduced
 from transport.messages import (
     AgentOrder,
+    ExternalJob,
+    Goodbye,
     HeartbeatReply,
     Item,
+    JobSubmit,
     LeaseOffer,
     LeaseRevoke,
     Welcome,
@@ -208,6 +212,55 @@ def test_another_agent_keeps_it_back_when_the_first_is_lost_or_ordered_away():
     scene.commanded("stop")
     scene.wait(2.5)
     assert kept_back(scene.beats("c"), "c") == {}
+
+
+def test_who_keeps_a_version_back_gets_no_work_of_a_later_one():
+    """It would wait for a version that its agent is not to fetch, and the evaluation for its slots
+    and for its pin."""
+    scene = make_evaluated(evaluation={"items": 40})
+    scene.joined("a", slots=4)
+    scene.requested(1)
+    scene.stepped(1)
+    scene.version_stored(1)
+    judged = ExternalJob(id="one", items=make_items(0, 1), pinned={SOLVER: 1}, priority=9)
+    assert scene.asked(JobSubmit(run=RUN, jobs=(judged,)), "judge").receipts[0].code == ""
+    assert kept_back(scene.beats("a")) == {SOLVER: 0}
+    for _ in range(40):
+        scene.produced(scene.effects)
+        live = scene.live_offers()
+        kinds = {offer.kind for offer in live}
+        if "external" in kinds:
+            break
+        for offer in live:
+            scene.finished(offer)
+    assert scene.policy().evaluations[0].done
+    assert kept_back(scene.beats("a")) == {}
+    assert kinds == {"external"}
+
+
+def test_agents_that_are_gone_keep_nobody_from_being_looked_at(monkeypatch):
+    monkeypatch.setattr(keepers, "MAX_LOOKED_AT", 2)
+    scene = make_evaluated()
+    for name in ("x", "y"):
+        scene.joined(name, slots=64)
+        scene.feed(FromAgent(name, Goodbye(reason="spot")))
+    [welcome] = messages(scene.joined("a", slots=64), Welcome)
+    assert welcome.upto == {SOLVER: 0}
+
+
+def test_an_agent_with_work_of_a_later_version_keeps_none_back():
+    scene = make_evaluated()
+    scene.joined("a", slots=64)
+    scene.joined("b", slots=2)
+    scene.version_stored(1)
+    judged = ExternalJob(id="one", items=make_items(0, 1), pinned={SOLVER: 1})
+    scene.asked(JobSubmit(run=RUN, jobs=(judged,)), "judge")
+    [offer] = [offer for offer in scene.live_offers("b") if offer.kind == "external"]
+    scene.accepted(offer)
+    assert kept_back(scene.beats("a")) == {SOLVER: 0}
+    scene.asked(AgentOrder(agent="a", order="cordon"))
+    scene.wait(2.5)
+    assert kept_back(scene.heard("b", held=scene.held_by("b")), "b") == {}
 
 
 def test_nothing_is_kept_back_for_a_source_without_items_or_between_steps():

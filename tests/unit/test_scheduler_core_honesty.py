@@ -152,6 +152,19 @@ def test_the_only_agent_measured_is_not_excluded():
     assert scene.agent("a").state == "ready"
 
 
+def test_a_witness_of_steps_that_were_rolled_back_is_none():
+    scene = drift_scene()
+    steps(scene, 6, b=RIGHT)
+    scene.trainer_joined(incarnation=2, step=0, version=0)
+    scene.requested(1, groups=4)
+    jobs = scene.core._ctx.tables.jobs
+    taken = scene.core._ctx.policies[SOLVER].taken[1]
+    own = [id for id in taken if jobs[id].result.agent == "a"]
+    scene.trainer_says(report(1, *(drift(id, WRONG) for id in own), version=7))
+    assert scene.counter("honesty.unwitnessed") == 1
+    assert scene.agent("a").evidence == ()
+
+
 def test_few_tokens_wait_for_more():
     scene = drift_scene(drift_tokens=4000)
     for step in range(1, 8):
@@ -222,6 +235,7 @@ def test_a_released_agent_begins_anew():
 def test_what_was_found_of_a_forgotten_agent_is_forgotten():
     scene = drift_scene(forget_agent_s=60.0)
     steps(scene, 1, a=RIGHT, b=RIGHT)
+    later = batch(scene, 2)
     scene.feed(FromAgent("a", Goodbye(reason="over")))
     for offer in scene.live_offers("a"):
         scene.finished(offer, version=1)
@@ -229,4 +243,6 @@ def test_what_was_found_of_a_forgotten_agent_is_forgotten():
         scene.beats("b")
         scene.wait(1.0)
     assert "a" not in scene.core._ctx.agents
+    assert "a" not in scene.core._ctx.policies[SOLVER].drifts
+    scene.trainer_says(report(2, drift(later["a"][0], RIGHT)))
     assert "a" not in scene.core._ctx.policies[SOLVER].drifts

@@ -121,6 +121,21 @@ def test_three_answers_blame_nobody():
     assert all(scene.agent(name).evidence == () for name in "abc")
 
 
+def test_more_rewards_than_the_group_has_sequences_are_no_answer():
+    scene = recheck_scene()
+    only_first(scene, "a", TRUE)
+    [(name, offer)] = asked(scene).items()
+    scene.accepted(offer)
+    scene.finished(offer, rewards=TRUE * 2, lengths=(10,) * 4)
+    [line] = scene.agent(name).evidence
+    assert line.startswith("summary.invalid: r/")
+    assert scene.counter("rechecks.differ") == 0
+    free(scene)
+    answered(scene, TRUE)
+    assert scene.counter("rechecks.agree") == 1
+    assert scene.core._ctx.held_bodies == {}
+
+
 def test_two_proven_lies_exclude():
     scene = recheck_scene()
     for count in range(2):

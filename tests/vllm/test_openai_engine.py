@@ -35,6 +35,7 @@ def folder(tmp_path_factory):
 def server(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     running = VllmServer(folder, "served", log, *TAKES_WEIGHTS)
+    running.wait()
     yield running
     running.stop()
 
