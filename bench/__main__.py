@@ -1,4 +1,7 @@
-"""``python -m bench``: every benchmark in full, results into ``bench/results``."""
+"""``python -m bench``: every benchmark in full, results into ``bench/results``.
+
+Not ``bench.vllm``: it needs an environment of its own and is run by hand there (``docs/vllm.md``).
+"""
 
 import subprocess
 import sys

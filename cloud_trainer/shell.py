@@ -8,7 +8,6 @@ is an event. Nothing is decided here. An error of any part ends the shell with t
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,6 @@ from cloud_trainer.home import Start, TrainerHome
 from cloud_trainer.publisher import Publisher
 from cloud_trainer.ranks import LeadTrainer, Ranks
 from cloud_trainer.tracking import Sink, Tracking
-from cloud_trainer.trainer import Arrays
 from cloud_trainer.workers import Workers
 from transport.chunk_service import ChunkService
 from transport.errors import ConfigError, FarflowError, InvariantViolation
@@ -337,7 +335,7 @@ class TrainerShell:
         )  # fmt: skip
 
         def write() -> CheckpointMeta:
-            arrays, trainer = _result(state)
+            arrays, trainer = state.result()
             return self._home.checkpoints.write(
                 arrays,
                 trainer,
@@ -387,10 +385,6 @@ class TrainerShell:
         self._workers.hand_over(
             "bodies", partial(check_body, digest, data, self._table.policy, limit), done
         )
-
-
-def _result(state: Future[tuple[Arrays, dict[str, Any]]]) -> tuple[Arrays, dict[str, Any]]:
-    return state.result()
 
 
 def _innermost(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -74,11 +74,11 @@ class LastNumbers:
 
     def page(self) -> bytes:
         """Of what was written since the start."""
-        found = dict(self._numbers)  # another thread writes
+        steps, found = dict(self._steps), dict(self._numbers)  # another thread writes
         return page(
             "trainer",
             {
-                "farflow_trainer_step": [((kind,), step) for kind, step in self._steps.items()],
+                "farflow_trainer_step": [((kind,), step) for kind, step in steps.items()],
                 "farflow_trainer_last_metric": sorted(found.items()),
             },
         )

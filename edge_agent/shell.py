@@ -6,11 +6,9 @@ before it.
 """
 
 import asyncio
-import platform
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
-from importlib import metadata
+from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -51,15 +49,15 @@ from edge_agent.core.events import (
     Tick,
 )
 from edge_agent.core.machine import AgentCore
-from edge_agent.core.settings import AgentSettings
 from edge_agent.draining import take_note
 from edge_agent.engine import Engine
 from edge_agent.gpu import GpuWatch
 from edge_agent.home import AgentHome
-from edge_agent.rewards import RewardPool, available_rewards
+from edge_agent.installation import build, core_settings
+from edge_agent.rewards import RewardPool
 from edge_agent.uploader import Uploader
 from edge_agent.weights_client import WeightsClient
-from edge_agent.workflow import SHIPPED, Workflow, load_workflow
+from edge_agent.workflow import SHIPPED, load_workflow
 from edge_agent.workflows.program import offered_programs
 from transport.chunk_parts import SourceId
 from transport.envelope import CONTROL_FRAME_BYTES, KIB
@@ -97,30 +95,6 @@ MakeSources = Callable[
 and going."""
 
 
-def core_settings(
-    config: AgentConfig, workflows: Mapping[str, Workflow], *, slots: int, takes_adapters: bool
-) -> AgentSettings:
-    """The core's view of ``[agent]`` and of what this installation can do."""
-    table = config.agent
-    return AgentSettings(
-        slots=slots,
-        hardware=table.hardware or f"{platform.machine()} {table.device}",
-        engine=table.engine,
-        workflows={name: workflow.fingerprint for name, workflow in workflows.items()},
-        rewards=available_rewards(),
-        labels=table.labels,
-        bases=tuple(table.local_models) if takes_adapters else (),
-        price_usd_hour=table.price_usd_hour,
-        egress_usd_gb=table.egress_usd_gb,
-        spool_bytes=table.spool_bytes,
-        upload_window_bytes=table.upload_window_bytes,
-        attempt_timeout_s=table.attempt_timeout_s,
-        drain_s=table.drain_s,
-        verify_every_swaps=table.verify_every_swaps,
-        read_back_every_swaps=table.read_back_every_swaps,
-    )
-
-
 class AgentShell:
     """One life of an agent, from the first hello to ``Exit``.
 
@@ -145,7 +119,7 @@ class AgentShell:
                 config, workflows, slots=engine.slots, takes_adapters=engine.takes_adapters
             ),
             incarnation=home.incarnation,
-            build=_build(),
+            build=build(),
             rng=random.Random(),  # noqa: S311 - spreads retries
             spooled=home.spooled,
             now=clock.monotonic_s(),
@@ -412,10 +386,3 @@ def _log_reply(reply: LeaseReply) -> None:
         _log.debug("lease.accepted", attempt=reply.attempt)
     else:
         _log.info("lease.declined", attempt=reply.attempt, reason=reply.reason)
-
-
-def _build() -> str:
-    try:
-        return metadata.version("farflow")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        return "0"

@@ -241,6 +241,14 @@ def config_metrics() -> None:
     click.echo(markdown(), nl=False)
 
 
+@config_group.command("alerts")
+def config_alerts() -> None:
+    """Print every alert of the metrics as a rule of Prometheus (examples/alerts.yml)."""
+    from transport.telemetry import alert_rules
+
+    click.echo(alert_rules(), nl=False)
+
+
 def _resolve(
     file: Path, overrides: tuple[str, ...]
 ) -> tuple[list[tuple[str, Any]], dict[str, str]]:

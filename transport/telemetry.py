@@ -10,10 +10,14 @@ tests: that library's own writer takes several times as long (``bench.operations
 of a thousand agents shows.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal, NamedTuple
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+ALERT_AFTER: Final = "1m"
+"""For how long a condition holds before it is an alert."""
 
 Daemon = Literal["scheduler", "agent", "trainer", "service"]
 
@@ -138,8 +142,8 @@ METRICS: Final[dict[Daemon, tuple[Metric, ...]]] = {
             "gauge",
             "Where the last step's time went; `in` is training or waiting.",
             ("policy", "in"),
-            alert='farflow_policy_last_step_seconds{in="waiting"} > 4 *'
-            ' ignoring(in) farflow_policy_last_step_seconds{in="training"}',
+            alert='farflow_policy_last_step_seconds{in="waiting"} > ignoring(in)'
+            ' 4 * farflow_policy_last_step_seconds{in="training"}',
             remedy="the trainer starves: `farflow status` says whether more slots would help",
         ),
         Metric("farflow_policy_delta_bytes", "gauge", "Size of the last version's delta.", _POLICY),
@@ -291,6 +295,30 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
+def alert_rules() -> str:
+    """``examples/alerts.yml``: every alert of the table as a rule of Prometheus. Texts are written
+    as JSON, which YAML reads as well."""
+    lines = ["# Made by `farflow config alerts` from the table of docs/metrics.md.", "groups:"]
+    for daemon, found in METRICS.items():
+        alerts = [metric for metric in found if metric.alert]
+        if not alerts:
+            continue
+        lines += [f"  - name: farflow-{daemon}", "    rules:"]
+        for metric in alerts:
+            words = metric.name.split("_")
+            lines += [
+                f"      - alert: {''.join(word.capitalize() for word in words)}",
+                f"        expr: {json.dumps(' '.join(metric.alert.split()))}",
+                f"        for: {ALERT_AFTER}",
+                "        labels:",
+                "          severity: warning",
+                "        annotations:",
+                f"          summary: {json.dumps(metric.help)}",
+                f"          description: {json.dumps(metric.remedy)}",
+            ]
+    return "\n".join(lines) + "\n"
+
+
 def markdown() -> str:
     """``docs/metrics.md``: every metric with its alert."""
     titles: dict[Daemon, str] = {
@@ -304,7 +332,8 @@ def markdown() -> str:
         "",
         "Made by `farflow config metrics` from `transport/telemetry.py`, for Prometheus;"
         " [operations](operations.md) says how to have them scraped, and `examples/grafana.json`"
-        " is a dashboard of them.",
+        " is a dashboard of them,"
+        " `examples/alerts.yml` (`farflow config alerts`) has the alerts as rules.",
     ]
     for daemon, title in titles.items():
         lines += [

@@ -35,6 +35,7 @@ from edge_agent.core.journal import Journal
 from edge_agent.core.leaving import Leaving
 from edge_agent.core.session import Session
 from edge_agent.core.settings import AgentSettings
+from edge_agent.core.snapshot import AgentSnapshot
 from edge_agent.core.weights import Weights
 from edge_agent.core.work import Work
 from transport.messages import (
@@ -76,23 +77,6 @@ if TYPE_CHECKING:
 
 _MAX_REASON = 200
 _MAX_LOG_LINES = 2000
-
-
-class AgentSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person sees of an agent; ``policies`` are (stage, version)."""
-
-    session: str
-    draining: bool
-    waiting: int
-    running: int
-    scoring: int
-    spooled: int
-    spool_bytes: int
-    unacked_bytes: int
-    rtt_s: float | None
-    clock_offset_s: float | None
-    policies: dict[str, tuple[str, int | None]]
-    counters: dict[str, int]
 
 
 class AgentCore:

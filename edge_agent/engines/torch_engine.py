@@ -23,9 +23,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import structlog
 
@@ -39,6 +38,7 @@ from edge_agent.engine import (
 )
 from edge_agent.engines.torch_bases import Bases
 from edge_agent.engines.torch_decoding import Row, Wave
+from edge_agent.engines.torch_inbox import Close, OpenRequest, Swap, answer
 from edge_agent.engines.torch_policy import HostedPolicy, StagedWrite
 from transport.errors import EngineError, GenerationFailed, WeightApplyFailed
 from transport.runtime.clock import Clock, SystemClock
@@ -46,43 +46,10 @@ from transport.runtime.model_folder import require_torch
 from transport.weights.patch import Patch
 from transport.weights.tensors import Cells, TensorBytes
 
-if TYPE_CHECKING:
-    import torch
-
 _log = structlog.get_logger()
 
 _TORCH_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a model's own forward code raises."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """A request in the engine. ``future`` belongs to ``loop``; the rest to the worker."""
-
-    policy: HostedPolicy
-    rows: list[Row]
-    loop: asyncio.AbstractEventLoop
-    future: "asyncio.Future[list[Completion]]"
-    open_rows: int
-
-    def abort(self) -> None:
-        for row in self.rows:
-            row.aborted = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Swap:
-    policy: HostedPolicy
-    version: int
-    writes: list[StagedWrite]
-    replaced: "list[torch.Tensor]"
-    loop: asyncio.AbstractEventLoop
-    future: "asyncio.Future[float]"
-
-
-@dataclass(frozen=True, slots=True)
-class _Close:
-    pass
 
 
 class TorchEngine:
@@ -120,11 +87,11 @@ class TorchEngine:
         self._bases = Bases(device=device, compute=self._compute)
         self._policies: dict[str, HostedPolicy] = {}
         # SimpleQueue.put never waits, so the event loop is never held up by the worker.
-        self._inbox: queue.SimpleQueue[_Job | _Swap | _Close] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[OpenRequest | Swap | Close] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # Below: the worker's own; others only read the numbers.
-        self._jobs: dict[int, _Job] = {}  # by identity: all that were not answered yet
-        self._waiting: deque[tuple[_Job, Row]] = deque()
+        self._jobs: dict[int, OpenRequest] = {}  # by identity: all that were not answered yet
+        self._waiting: deque[tuple[OpenRequest, Row]] = deque()
         self._closing = False
         self._tokens_generated = 0
         self._busy_s = 0.0
@@ -144,7 +111,7 @@ class TorchEngine:
         """Fail what is in the engine and end the worker after its current step."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._inbox.put(_Close())
+            self._inbox.put(Close())
             await asyncio.to_thread(thread.join)
 
     def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
@@ -171,7 +138,7 @@ class TorchEngine:
         policy.check(request)
         loop = asyncio.get_running_loop()
         rows = [policy.row(request, sibling) for sibling in range(request.n)]
-        job = _Job(policy, rows, loop, loop.create_future(), len(rows))
+        job = OpenRequest(policy, rows, loop, loop.create_future(), len(rows))
         self._inbox.put(job)
         try:
             return await job.future
@@ -208,7 +175,7 @@ class TorchEngine:
             if self._thread is None:
                 raise WeightApplyFailed(f"{policy} version {version}: the engine is not running")
             loop = asyncio.get_running_loop()
-            swap = _Swap(hosted, version, staged, [], loop, loop.create_future())
+            swap = Swap(hosted, version, staged, [], loop, loop.create_future())
             self._inbox.put(swap)
             pause_s = await swap.future
             await asyncio.to_thread(swap.replaced.clear)
@@ -299,23 +266,23 @@ class TorchEngine:
             except queue.Empty:
                 return
             wait = False
-            if isinstance(message, _Swap):
+            if isinstance(message, Swap):
                 self._swap(message)
-            elif isinstance(message, _Job):
+            elif isinstance(message, OpenRequest):
                 self._jobs[id(message)] = message
                 self._waiting.extend((message, row) for row in message.rows)
             else:
                 self._closing = True
 
-    def _swap(self, swap: _Swap) -> None:
+    def _swap(self, swap: Swap) -> None:
         before_s = self._clock.monotonic_s()
         swap.replaced.extend(swap.policy.swap(swap.version, swap.writes))
-        _answer(swap.loop, swap.future, self._clock.monotonic_s() - before_s)
+        answer(swap.loop, swap.future, self._clock.monotonic_s() - before_s)
 
-    def _admit(self) -> list[tuple[_Job, Row]]:
+    def _admit(self) -> list[tuple[OpenRequest, Row]]:
         """Up to ``slots`` waiting rows of the policy whose row waits longest."""
-        admitted: list[tuple[_Job, Row]] = []
-        others: deque[tuple[_Job, Row]] = deque()
+        admitted: list[tuple[OpenRequest, Row]] = []
+        others: deque[tuple[OpenRequest, Row]] = deque()
         for job, row in self._waiting:
             if row.aborted:
                 self._jobs.pop(id(job), None)
@@ -325,7 +292,7 @@ class TorchEngine:
         self._waiting = others
         return admitted
 
-    def _run_wave(self, admitted: list[tuple[_Job, Row]]) -> None:
+    def _run_wave(self, admitted: list[tuple[OpenRequest, Row]]) -> None:
         if not admitted:
             return
         policy = admitted[0][0].policy
@@ -358,7 +325,7 @@ class TorchEngine:
             with contextlib.suppress(RuntimeError):  # the loop was closed before the engine
                 self._loop.call_soon_threadsafe(self.when_freed)
 
-    def _account(self, rows: list[Row], jobs: Mapping[int, _Job]) -> None:
+    def _account(self, rows: list[Row], jobs: Mapping[int, OpenRequest]) -> None:
         """Look at the tokens just drawn: count them, answer requests whose last row has ended."""
         self._tokens_generated += len(rows)
         self._runs(sum(row.finish_reason is None for row in rows))
@@ -374,11 +341,11 @@ class TorchEngine:
                 if job.open_rows == 0:
                     self._end(job, [each.completion() for each in job.rows])
 
-    def _end(self, job: _Job, result: list[Completion] | EngineError) -> None:
+    def _end(self, job: OpenRequest, result: list[Completion] | EngineError) -> None:
         if isinstance(result, EngineError):
             job.abort()
         if self._jobs.pop(id(job), None) is not None:
-            _answer(job.loop, job.future, result)
+            answer(job.loop, job.future, result)
 
     def _refuse_until_closed(self) -> None:
         closed = GenerationFailed("the engine is closed")
@@ -387,24 +354,9 @@ class TorchEngine:
         self._waiting.clear()
         while not self._closing:
             message = self._inbox.get()
-            if isinstance(message, _Job):
-                _answer(message.loop, message.future, closed)
-            elif isinstance(message, _Swap):
-                _answer(message.loop, message.future, WeightApplyFailed("the engine is closed"))
+            if isinstance(message, OpenRequest):
+                answer(message.loop, message.future, closed)
+            elif isinstance(message, Swap):
+                answer(message.loop, message.future, WeightApplyFailed("the engine is closed"))
             else:
                 self._closing = True
-
-
-def _answer(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Any]", value: Any) -> None:
-    """Complete ``future`` in its loop, unless it is cancelled or the loop is gone."""
-
-    def complete() -> None:
-        if future.done():
-            return
-        if isinstance(value, EngineError):
-            future.set_exception(value)
-        else:
-            future.set_result(value)
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-        loop.call_soon_threadsafe(complete)

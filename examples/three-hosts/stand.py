@@ -251,6 +251,7 @@ def end(made: dict[str, Host]) -> None:
 def go_inside(argv: Sequence[str]) -> int:
     """This program again, as root of a user namespace with an empty network."""
     inside = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+    os.environ["PATH"] += ":/usr/sbin:/sbin"  # of ip and tc, where users do not have it
     missing = [tool for tool in ("unshare", "nsenter", "ip", "tc") if shutil.which(tool) is None]
     if missing:
         print(f"not on this machine: {', '.join(missing)}", file=sys.stderr)

@@ -10,13 +10,20 @@ held attempt that the scheduler wants no more is named in the next reply.
 
 import msgspec
 
-from scheduler.core import agent_states, attempts, costs, jobs, keepers, quarantine, recall, waits
+from scheduler.core import (
+    agent_states,
+    attempts,
+    costs,
+    introductions,
+    jobs,
+    keepers,
+    quarantine,
+    recall,
+    waits,
+)
 from scheduler.core.context import CONNECTED, AgentLive, Context, Lease, known_code
 from scheduler.core.state import Agent
 from transport.messages import (
-    MAX_ID_LENGTH,
-    PROTOCOL_VERSION,
-    AgentInventory,
     AgentLog,
     AttemptFailed,
     Goodbye,
@@ -30,16 +37,10 @@ from transport.messages import (
     LeaseReply,
     LeaseRevoke,
     Message,
-    Refuse,
-    Role,
     VersionRef,
     VersionServing,
     Welcome,
 )
-
-MAX_LABELS = 64
-MAX_LABEL_LENGTH = 128
-MAX_SLOTS = 1_000_000
 
 
 def message(ctx: Context, name: str, message: Message) -> None:
@@ -80,16 +81,16 @@ def message(ctx: Context, name: str, message: Message) -> None:
 def hello(ctx: Context, name: str, message: Hello) -> None:
     """An agent introduces itself: for the first time, again, or after a restart."""
     known = ctx.tables.agents.get(name)
-    refusal = _refusal(message, known)
+    refusal = introductions.refusal(message, known)
     if refusal is not None:
         ctx.count(f"refused.{refusal.code}")
         ctx.note(name, "refused", code=refusal.code)
         ctx.send(name, msgspec.structs.replace(refusal, incarnation=message.incarnation))
         return
     inventory = message.agent
-    assert inventory is not None  # noqa: S101 - _refusal has looked
+    assert inventory is not None  # noqa: S101 - looked at with the refusal
     reborn = known is None or message.incarnation > known.incarnation
-    agent = _introduce(ctx, name, message.incarnation, inventory)
+    agent = introductions.introduce(ctx, name, message.incarnation, inventory)
     live = ctx.agents.get(name)
     if live is None:
         live = AgentLive(name, "joining", ctx.heartbeat_s(), ctx.now)
@@ -192,63 +193,6 @@ def forget_due(ctx: Context, name: str) -> None:
     del ctx.agents[name]
     quarantine.forget(ctx, name)
     ctx.note(name, "forgotten")
-
-
-def _refusal(message: Hello, known: Agent | None) -> Refuse | None:
-    if message.protocol != PROTOCOL_VERSION:
-        return Refuse(
-            code="protocol.version",
-            message=f"protocol {message.protocol}, the scheduler speaks {PROTOCOL_VERSION}:"
-            " install the same farflow on both sides",
-        )
-    inventory = message.agent
-    if message.role is not Role.AGENT or inventory is None:
-        return Refuse(code="hello.invalid", message="an agent's hello needs its inventory")
-    if not 1 <= inventory.slots <= MAX_SLOTS:
-        return Refuse(code="hello.invalid", message=f"slots must be 1 to {MAX_SLOTS}")
-    if known is not None and message.incarnation < known.incarnation:
-        return Refuse(
-            code="agent.superseded",
-            message=f"a newer process (incarnation {known.incarnation}) speaks with this key;"
-            " give each agent a key of its own",
-        )
-    return None
-
-
-def _introduce(ctx: Context, name: str, incarnation: int, inventory: AgentInventory) -> Agent:
-    before = ctx.tables.agents.get(name)
-    agent = Agent(
-        name=name,
-        incarnation=incarnation,
-        slots=inventory.slots,
-        hardware=inventory.hardware[:64],
-        engine=inventory.engine[:64],
-        workflows=inventory.workflows,
-        rewards=inventory.rewards,
-        rechecks=inventory.rechecks,
-        labels=_labels(inventory),
-        bases=tuple(base[:MAX_ID_LENGTH] for base in inventory.bases[:MAX_LABELS]),
-        versions={p: ref for p, ref in inventory.versions.items() if p in ctx.hosted},
-        price_usd_hour=max(0.0, inventory.price_usd_hour),
-        egress_usd_gb=max(0.0, inventory.egress_usd_gb),
-    )
-    if before is not None:
-        agent.groups_done, agent.attempts_failed = before.groups_done, before.attempts_failed
-        agent.cordoned, agent.quarantined = before.cordoned, before.quarantined
-        agent.evidence = before.evidence
-        agent.drain = before.drain if before.incarnation == incarnation else None
-    ctx.tables.add(agent)
-    return agent
-
-
-def _labels(inventory: AgentInventory) -> dict[str, str]:
-    """So few and short ones that a status has room for them."""
-    fitting = [
-        (name, value)
-        for name, value in inventory.labels.items()
-        if len(name) <= MAX_LABEL_LENGTH and len(value) <= MAX_LABEL_LENGTH
-    ]
-    return dict(fitting[:MAX_LABELS])
 
 
 def _reconcile_hello(

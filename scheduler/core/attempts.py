@@ -69,8 +69,8 @@ def learn_tokens(ctx: Context, job: Job, lease: Lease, tokens: float) -> None:
 
 
 def _spend(ctx: Context, job: Job, tokens: float) -> None:
-    """Evaluations, which no quota holds up, take nothing from training's."""
-    if not job.evaluation:
+    """Evaluations, which no quota holds up, take nothing from training's; rechecks draw none."""
+    if not job.evaluation and job.kind != "recheck":
         ctx.runs[job.run].bucket.take(tokens)
 
 

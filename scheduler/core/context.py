@@ -314,7 +314,9 @@ class Context:
         self.tables.touch(counters)
 
     def counters(self) -> dict[str, int]:
-        return dict(sorted(self._counters_row().values.items()))
+        """By name. Asking makes no row: what only looks changes nothing."""
+        stored = self._stored_counters or self.tables.counters.get(self._counters.key)
+        return {} if stored is None else dict(sorted(stored.values.items()))
 
     def note(self, subject: str, what: str, **facts: object) -> None:
         """Remember a transition for ``story`` and ``Events``."""

@@ -146,6 +146,8 @@ def over_quota(ctx: Context, run: Run, job: Job) -> str:
     most = spec.max_sequences_in_flight
     if most and flying and flying + job.sequences > most:
         return "max_sequences_in_flight"
+    if job.kind == "recheck":
+        return ""  # which draws no tokens
     if spec.tokens_per_minute and not live.bucket.allows(spec.tokens_per_minute, ctx.now):
         at_s = live.bucket.allowed_s(spec.tokens_per_minute, ctx.now)
         ctx.timers.set_earlier("sweep", "", max(at_s, ctx.now + 0.1))

@@ -18,7 +18,8 @@ from scheduler.core.context import AgentLive, Context
 from scheduler.core.state import Evaluation
 
 MAX_LOOKED_AT = 256
-"""Agents that are there among which a keeper is looked for; a larger fleet does not pass a version all at once."""
+"""Of the agents that are there, among which a keeper is looked for; a larger fleet does not pass a
+version all at once."""
 
 _CANNOT, _JOINS, _SERVES = range(3)
 _HERE = ("joining", "ready", "suspect", "reconnecting")
@@ -72,7 +73,11 @@ def _rank(ctx: Context, evaluation: Evaluation, name: str) -> int:
     if live.state not in _HERE:
         return _CANNOT
     work = ctx.runs[evaluation.run].works[evaluation.name]
-    if is_past(ctx, evaluation, name) or _goes_past(live, evaluation) or work.workflow.reference not in agent.workflows:
+    if (
+        is_past(ctx, evaluation, name)
+        or _goes_past(live, evaluation)
+        or work.workflow.reference not in agent.workflows
+    ):
         return _CANNOT
     if not agent.versions.keys() >= evaluation.pinned.keys():
         return _JOINS

@@ -33,6 +33,7 @@ from scheduler.core import (
     invariants,
     loading,
     partials,
+    rechecks,
     requests,
     results,
     runs,
@@ -209,6 +210,7 @@ class SchedulerCore:
                     if ctx.runs:
                         ctx.log_back_s = ctx.now
                     results.repeat_releases(ctx, name)
+                    rechecks.show(ctx, name)
             case Ping(sequence=sequence, sent_s=sent_s):
                 ctx.send(name, Pong(sequence=sequence, sent_s=sent_s))
             case TrajectoriesStored():

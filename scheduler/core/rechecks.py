@@ -24,12 +24,14 @@ from scheduler.core.context import Context, Lease
 from scheduler.core.state import RECHECKER, External, Job, Recheck
 from scheduler.core.work import work_of
 from transport.ids import external_job_id
-from transport.messages import GroupSummary, Item
+from transport.messages import GroupSummary, Item, SummariesAccepted
 
 FUNCTIONS = ("exact", "math-verify", "reasoning-gym")
 """Rewards that give the same for the same; ``code`` has time limits."""
 WORKFLOW = "single_turn"
 MAX_OPEN = 16
+MAX_SHOWN = 1000
+"""Bodies of open rechecks of all runs that a log is told of when it comes back."""
 EXPIRE_S = 600.0
 TOLERANCE = 1e-6
 WEIGHT = 1.5
@@ -63,11 +65,19 @@ def consider(ctx: Context, job: Job, items: tuple[Item, ...], summary: GroupSumm
     _begin(ctx, job.run, f"{job.index}.1", job.index, items, recheck)
 
 
+def show(ctx: Context, service: str) -> None:
+    """Tell a log that does not know it any more which bodies agents may have."""
+    found = ctx.submitters.get(RECHECKER)
+    asked = (ctx.tables.jobs[id].external for id in (() if found is None else found.open))
+    digests = [one.recheck.digest for one in asked if one is not None and one.recheck is not None]
+    if digests:
+        ctx.send(service, SummariesAccepted(digests=(), rechecked=tuple(digests[-MAX_SHOWN:])))
+
+
 def answered(ctx: Context, job: Job, lease: Lease, summary: GroupSummary, recheck: Recheck) -> None:
     """An agent has found rewards."""
     agent = ctx.tables.agents[lease.agent]
     costs.uploaded(ctx, job.run, agent, summary.size_bytes, 0)
-    attempts.learn_tokens(ctx, job, lease, 0.0)  # nothing was drawn
     attempts.end(ctx, job, lease.record, "result", digest=summary.digest)
     bodies.release(ctx, summary.digest)
     _judge(ctx, job, lease.agent, summary.rewards, recheck)

@@ -1,4 +1,4 @@
-import { card, h, Table } from "./dom.js";
+import { card, h, keyed, setText, Table } from "./dom.js";
 import { agentState, behind, bytes, count, seconds, short, site, stateClass } from "./words.js";
 
 export class Agents {
@@ -39,8 +39,10 @@ export class Agents {
     const agents = this.model.status.agents.filter((a) => !wanted
       || [a.name, agentState(a), site(a), a.hardware].join(" ").toLowerCase().includes(wanted));
     this.table.show(agents);
-    const bad = agents.filter((a) => a.quarantined);
-    this.evidence.replaceChildren(...bad.map((a) => h("div", {}, h("h3", {}, `${a.name} is quarantined: ${a.quarantined}`),
-      h("pre", {}, a.evidence.join("\n")))));
+    keyed(this.evidence, agents.filter((a) => a.quarantined), (a) => a.name,
+      () => h("div", {}, h("h3"), h("pre")), (element, a) => {
+        setText(element.firstChild, `${a.name} is quarantined: ${a.quarantined}`);
+        setText(element.lastChild, a.evidence.join("\n"));
+      });
   }
 }

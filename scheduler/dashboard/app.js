@@ -11,7 +11,7 @@ import { Policies } from "./policies.js";
 import { Weights } from "./weights.js";
 
 const THEMES = ["", "light", "dark"];
-const NOTICE_MS = 20000;
+const NOTICE_MS = 20000, MEASURED = 1000;
 const find = (id) => document.getElementById(id);
 
 const feed = new Feed();
@@ -26,7 +26,7 @@ const pages = {
   events: ["Events", new Events(model)],
   explain: ["Explain", new Explain(model)],
 };
-let current = null, waiting = false, noticed = 0;
+let current = null, waiting = false, noticed = 0, drawn = 0;
 
 const links = Object.fromEntries(Object.entries(pages).filter(([name]) => name !== "explain")
   .map(([name, [title]]) => [name, h("a", { href: `#/${name}` }, title)]));
@@ -61,6 +61,7 @@ function draw() {
     const begun = performance.now();
     current.show();
     alerts();
+    if (drawn++ % MEASURED === 0) performance.clearMeasures("farflow:draw");
     performance.measure("farflow:draw", { start: begun, end: performance.now() });
   });
 }
@@ -153,7 +154,7 @@ for (;;) {
       const first = !model.status;
       model.hear(kind, data);
       if (first && model.status) route();
-      else draw();
+      else if (kind !== "transition" || current?.live) draw();
     }, (text) => connection(text, Boolean(text)));
   } catch (error) {
     if (!(error instanceof Denied)) {

@@ -16,8 +16,12 @@ export function h(name, attributes = {}, ...children) {
   return element;
 }
 
+// What was said is remembered, as reading it back from a thousand cells takes its time; who sets the
+// text of an element does it only here.
 export function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
+  if (element.said === text) return;
+  element.said = text;
+  element.textContent = text;
 }
 
 // The children of `parent` become one element per entry of `entries`, kept by key, so that focus,
@@ -96,7 +100,9 @@ export class Table {
         return;
       }
       setText(cell, column.text(row));
-      if (column.mark) cell.className = `${column.number ? "number " : ""}${column.mark(row)}`;
+      if (!column.mark) return;
+      const marked = `${column.number ? "number " : ""}${column.mark(row)}`;
+      if (cell.className !== marked) cell.className = marked;
     });
   }
 }

@@ -5,6 +5,7 @@ const SHOWN = 300;
 export class Events {
   constructor(model) {
     this.model = model;
+    this.live = true;  // redrawn with every event, not only with the status
     this.paused = false;
     this.filter = h("input", { type: "search", placeholder: "text to look for", "aria-label": "Filter events", oninput: () => this.draw() });
     this.pause = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.toggle() }, "Pause");

@@ -14,10 +14,12 @@ export class Overview {
     this.map = new WorldMap();
     this.runs = h("div");
     this.demand = h("div");
+    this.noRun = h("p", { class: "quiet" });
+    this.noDemand = h("p", { class: "quiet" });
     this.element = h("div", { style: "display:contents" },
       h("section", { class: "card", "aria-label": "In short" }, this.tiles),
       card("Sites", this.map.element),
-      h("div", { class: "two" }, card("Runs", this.runs), card("What would help", this.demand)));
+      h("div", { class: "two" }, card("Runs", this.noRun, this.runs), card("What would help", this.noDemand, this.demand)));
   }
 
   show() {
@@ -35,7 +37,7 @@ export class Overview {
       ["groups queued", count(sum("queued"))],
       ["groups trained", count(sum("trained"))],
       ["groups expired", done ? percent(sum("expired") / done) : "–"],
-      ["up since", seconds(status.uptime_s)],
+      ["up for", seconds(status.uptime_s)],
     ];
     keyed(this.tiles, tiles, (tile) => tile[0], (tile) => h("div", { class: "tile" }, h("b"), h("span", {}, tile[0])),
       (element, tile) => setText(element.firstChild, tile[1]));
@@ -46,13 +48,13 @@ export class Overview {
       const letters = run.dead_letters ? ` · ${run.dead_letters} dead letters` : "";
       setText(line, `${run.name} · ${run.state}${run.reason ? ` (${run.reason})` : ""} · ${steps}${cost}${letters}`);
     });
-    if (!status.runs.length) setText(this.runs, "No run yet: farflow run submit FILE");
+    setText(this.noRun, status.runs.length ? "" : "No run yet: farflow run submit FILE");
     keyed(this.demand, status.demand, (one) => one.run, () => h("p"), (line, one) => setText(line,
       one.more_slots
         ? `${one.run}: ${one.more_slots} more slots (${one.hardware || "any hardware"}) would raise `
           + `${one.steps_hour.toFixed(1)} steps/hour to ${one.steps_hour_with.toFixed(1)}: ${one.reason}`
         : `${one.run}: more slots would not help`
           + `${CAUSES[one.binds] ? `, ${CAUSES[one.binds]}` : ""}: ${one.reason}`));
-    if (!status.demand.length) setText(this.demand, "No trainer wants work.");
+    setText(this.noDemand, status.demand.length ? "" : "No trainer wants work.");
   }
 }

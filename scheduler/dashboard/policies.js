@@ -8,7 +8,8 @@ export class Policies {
   constructor(model) {
     this.model = model;
     this.signs = new Map();
-    this.element = h("div", { style: "display:contents" });
+    this.none = card("Policies", h("p", {}, "No run yet."));
+    this.element = h("div", { style: "display:contents" }, this.none);
   }
 
   show() {
@@ -19,7 +20,7 @@ export class Policies {
     const names = new Set(wanted.map(([, policy]) => policy.policy));
     for (const [name, kept] of this.signs) if (!names.has(name)) { kept.card.remove(); this.signs.delete(name); }
     for (const [run, policy] of wanted) this.one(run, policy);
-    if (!wanted.length && !this.element.firstChild) this.element.append(card("Policies", h("p", {}, "No run yet.")));
+    this.none.hidden = wanted.length > 0;
   }
 
   one(run, policy) {

@@ -8,6 +8,7 @@ const MAX_AGENTS = 200;
 export class Weights {
   constructor(model) {
     this.model = model;
+    this.live = true;
     this.sign = "";
     this.element = h("div", { style: "display:contents" });
   }

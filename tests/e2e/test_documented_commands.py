@@ -11,7 +11,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import tomllib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,12 +30,13 @@ PLANES = ("control", "trajectories", "weights", "enrolment")
 ELSEWHERE = {
     r"^farflow (agent|scheduler|trainer) (un)?install": "systemd: test_installed_agent.py",
     r"^farflow sim (compare|experiment|export|plan|run|sweep) ": "minutes: test_sim_commands.py",
-    r"^farflow up ": "whole runs: test_main_job.py, test_adapter_policy.py, test_own_model.py",
+    r"^farflow up ": "whole runs: test_main_job.py, test_adapter_policy.py, test_own_model.py,"
+    " tests/vllm/test_arithmetic_vllm.py",
     r"^farflow top ": "needs a terminal: test_top.py",
     r"^farflow relay run ": "test_relay.py",
     r"^farflow (agent|trainer) run --set ": "the same from a file here; by options test_by_hand.py",
     r"^farflow agent run --config box/": "the same from the folder farflow-agent here",
-    r" --finish ": "between it and a restart commands fail, as the page says: test_keys_commands.py",
+    r" --finish ": "until a restart commands fail, as the page says: test_keys_commands.py",
 }
 """Lines that are only parsed (tests/unit/test_documents.py), and who runs what they do."""
 
@@ -156,11 +159,19 @@ class Desk:
         assert ready.startswith("{"), f"{line}: {Path(log.name).read_text()[-2000:]}"
         return process
 
+    def left(self, process: subprocess.Popen[str], line: str) -> None:
+        """Wait until a daemon has ended in order after ``line``."""
+        try:
+            status = process.wait(COMMAND_S)
+        except subprocess.TimeoutExpired:
+            status = None
+        assert status == 0, "\n".join([f"{line}: the daemon's status is {status}", *self.faults])
+
     def end(self, process: subprocess.Popen[str]) -> None:
         process.terminate()
         status = process.wait(COMMAND_S)
         if status != 0:
-            self.faults.append(f"exit status {status} of {process.args}")
+            self.faults.append(f"exit status {status} of {process.args!r}")
 
     def until(self, line: str, word: str = "") -> None:
         """Type a line until it succeeds and says ``word``."""
@@ -219,7 +230,10 @@ def write_deployment(folder: Path) -> None:
         "key = 'keys/trainer-arithmetic-solver.toml'\n"
         "signing_key = 'keys/signing/trainer-arithmetic-solver.toml'\n"
     )
-    jobs = [{"id": f"q-{n}", "prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in (1, 2)]
+
+
+def write_jobs(folder: Path, *numbers: int) -> None:
+    jobs = [{"id": f"q-{n}", "prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in numbers]
     (folder / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
 
 
@@ -229,6 +243,11 @@ def with_fake_engine(folder: Path) -> None:
     text = re.sub(r"(?m)^#? ?\[agent\]$", '[agent]\nengine = "fake"\nslots = 16', file.read_text())
     file.write_text(text)
     shutil.copy(file, folder.parent / "agent.toml")
+
+
+def agent_folder(folder: Path) -> str:
+    """``agent.folder`` of the enrolled box."""
+    return str(tomllib.loads((folder / "agent.toml").read_text())["agent"]["folder"])
 
 
 def token(desk: Desk) -> None:
@@ -268,17 +287,22 @@ def test_the_documents_commands_do_what_they_say(desk: Desk) -> None:
     desk.until(newest)
     desk.filled = [*fill, ("FOLDER", "scheduler")]
     for name in ("pause", "look", "resume", "jobs", "results", "orders", "release", "stop"):
-        for line in phase(name):
+        if name == "look":
+            with ThreadPoolExecutor(4) as hands:
+                list(hands.map(desk.type, phase(name)))
+            continue
+        for number, line in enumerate(phase(name)):
+            write_jobs(folder, 2 * number + 1, 2 * number + 2)
             desk.type(line)
-    assert trainer.wait(COMMAND_S) == 0
+    desk.left(trainer, "farflow run stop")
 
-    desk.filled = [*fill, ("FOLDER", "farflow-agent")]
+    desk.filled = [*fill, ("FOLDER", agent_folder(folder / "farflow-agent"))]
     for line in [*phase("drain"), *phase("agent drain")]:
         if agent.poll() is not None:
             agent = desk.start(run_agent)
             desk.until("farflow explain box1 --config deployment.toml", r"box1: (ready|joining)")
         desk.type(line)
-        assert agent.wait(COMMAND_S) == 0, line
+        desk.left(agent, line)
 
     for line in [*phase("revoked"), *phase("new key")]:
         if " enrol " in line:

@@ -62,7 +62,7 @@ async def test_a_broker_that_hangs_dies_and_returns_changes_no_decision(tmp_path
     assert (found.equal, found.complete, found.divergence) == (True, True, None)
     asked = Counter(type(event.message) for _, event in told(term) if of_gateway(event))
     assert set(asked) <= {StatusRequest, EventsRequest}, "it asks, and orders nothing"
-    assert asked[StatusRequest] >= 5
+    assert asked[StatusRequest] >= 2, "at least once before and once after"
     with_it = decided(term, without_gateway=False)
     assert sum(isinstance(effect, Send) for effect in with_it[0]) > STEPS
     assert decided(term, without_gateway=True) == with_it

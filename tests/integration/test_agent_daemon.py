@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from agent_cloud import POLICY, WAIT_S, AgentCloud, Life
 
-from edge_agent import shell
+from edge_agent import installation, shell
 from edge_agent.core.settings import AgentSettings
 from edge_agent.daemon import load_keys, run_daemon
 from edge_agent.engines.fake import FakeEngine
@@ -345,7 +345,7 @@ async def test_a_policy_that_is_hosted_no_more_takes_no_work_but_its_last_versio
 async def test_a_policy_that_nobody_wants_leaves_disk_and_engine_and_can_come_back(
     cloud: AgentCloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = shell.core_settings
+    whole = installation.core_settings
 
     def settings(*arguments: Any, **options: Any) -> AgentSettings:
         return msgspec.structs.replace(whole(*arguments, **options), linger_s=0.02)

@@ -182,7 +182,7 @@ async def test_tls_with_an_authority_of_ones_own_and_a_password(tmp_path):
 async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """A broker as far as it takes to refuse every subscription, which Mosquitto's own lists of
     access do not (MQTT 3.1.1, section 3)."""
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+    with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, OSError):
         while True:
             kind = (await reader.readexactly(1))[0]
             size = shift = 0

@@ -1,5 +1,6 @@
-"""The command lines of README and documents, for the tests that parse them and those that run them."""
+"""The command lines of README and documents, for the tests that parse them and that run them."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -27,9 +28,14 @@ def commands(page: Path) -> list[str]:
 
 
 def inline(page: Path, program: str = "farflow") -> list[str]:
-    """Command lines of ``program`` in running text."""
+    """Command lines of ``program`` in running text, one for each choice of those that name
+    several (``run ls|stop``)."""
     text = page.read_text(encoding="utf-8")
-    return [found for found in re.findall(rf"`({program} [^`\n]+)`", text) if "|" not in found]
+    found = []
+    for line in re.findall(rf"`({program} [^`\n]+)`", text):
+        choices = [word.split("|") for word in line.split()]
+        found += [" ".join(words) for words in itertools.product(*choices)]
+    return found
 
 
 def on_hosts(page: Path) -> set[str]:

@@ -11,7 +11,7 @@ from edge_agent.config import OpenaiServer
 from edge_agent.engines.openai_wire import Address
 from transport.errors import EngineError
 
-START_S, LOOK_S, CALL_S = 300.0, 0.5, 30.0
+START_S, LOOK_S, CALL_S = 480.0, 0.5, 30.0
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

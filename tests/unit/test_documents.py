@@ -10,9 +10,10 @@ from pathlib import Path
 
 import click
 import pytest
-from document_commands import PAGES, ROOT, commands, inline
+from document_commands import PAGES, ROOT, commands, inline, on_hosts
 
 from farflow.cli import cli
+from scheduler.gateway.routes import ROUTES
 
 BENCH_OPTIONS = {"--json", "--quick"}
 """What every bench takes (bench/report.py)."""
@@ -72,8 +73,12 @@ def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     pages = [*PAGES, ROOT / "CONTRIBUTING.md"]
     lines = {(p.name, line) for p in pages for line in [*commands(p), *inline(p, "make")]}
-    named = {(page, word) for page, line in lines if line.startswith("make ") for word in
-             line.split()[1:]}
+    named = {
+        (page, word)
+        for page, line in lines
+        if line.startswith("make ")
+        for word in line.split()[1:]
+    }
     assert {word for _, word in named} >= {"run", "test"}
     assert [one for one in sorted(named) if one[1] not in targets] == []
 
@@ -93,3 +98,23 @@ def test_python_programs_exist_and_take_the_options() -> None:
         own = set(re.findall(r'add_argument\("(--[a-z-]+)"', source))
         used = {word for word in words[2:] if word.startswith("-")}
         assert used <= own | BENCH_OPTIONS, f"{page}: {line}"
+
+
+def test_three_hosts_are_ten_minutes_of_reading_and_typing() -> None:
+    """At 200 words a minute and 40 typed words (of five characters) a minute, from the beginning of
+    the page; the commands' own time is in ``tests/e2e/test_three_hosts.py``."""
+    page = ROOT / "docs" / "getting-started.md"
+    text = page.read_text(encoding="utf-8").split("## Where to go on")[0]
+    typed = on_hosts(page)
+    assert sum(line.startswith("farflow ") for line in typed) >= 8
+    reading_min = len(text.split()) / 200
+    typing_min = sum(len(line) for line in typed) / 5 / 40
+    assert reading_min + typing_min < 10, (reading_min, typing_min)
+
+
+def test_addresses_that_are_asked_with_curl_are_routes_of_the_gateway() -> None:
+    lines = [line for page in PAGES for line in commands(page) if line.startswith("curl ")]
+    asked = {found for line in lines for found in re.findall(r"127\.0\.0\.1:7780(/\S+)", line)}
+    assert len(asked) >= 4
+    patterns = [re.sub(r"\{[^}]*\}", r"[^?]+", route.path) for route in ROUTES]
+    assert [a for a in sorted(asked) if not any(re.fullmatch(p, a) for p in patterns)] == []

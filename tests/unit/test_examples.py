@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.toml"))
 PROMISED = {
     "arithmetic.toml",  # one machine
+    "arithmetic-vllm.toml",  # vLLM on one agent
     "three-hosts/run.toml",
     "spot-pool/agent.toml",
     "solve_and_verify.toml",  # two policies

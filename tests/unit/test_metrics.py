@@ -1,11 +1,14 @@
 """The metrics' table, the pages made of it, and what a scheduler's status says there."""
 
+import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler.gateway.metrics import BridgeCounts, render
@@ -20,7 +23,7 @@ from transport.status import (
     SchedulerStatus,
     StepStatus,
 )
-from transport.telemetry import METRICS, markdown, page
+from transport.telemetry import METRICS, alert_rules, markdown, page
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,3 +200,35 @@ def test_the_page_of_metrics_is_made_from_the_table():
     assert (ROOT / "docs" / "metrics.md").read_text() == markdown(), (
         "run: python -m farflow config metrics > docs/metrics.md"
     )
+
+
+def test_the_rules_of_alerts_are_made_from_the_table():
+    text = (ROOT / "examples" / "alerts.yml").read_text()
+    assert text == alert_rules(), "run: python -m farflow config alerts > examples/alerts.yml"
+    groups = yaml.safe_load(text)["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    alerts = [metric for found in METRICS.values() for metric in found if metric.alert]
+    assert [" ".join(metric.alert.split()) for metric in alerts] == [r["expr"] for r in rules]
+    assert [metric.remedy for metric in alerts] == [r["annotations"]["description"] for r in rules]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+
+
+def test_grafanas_dashboard_asks_for_metrics_that_there_are():
+    dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
+    known = {metric.name: metric for found in METRICS.values() for metric in found}
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    rows = {panel["title"] for panel in dashboard["panels"]} - {p["title"] for p in panels}
+    assert rows == {"In short", "Policies", "Groups", "Links", "Scheduler and alerts"} | {"Agents"}
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    for panel in panels:
+        for target in panel["targets"]:
+            found = re.findall(r"(farflow_\w+)(?:\{([^}]*)\})?", target["expr"])
+            assert found, panel["title"]
+            for name, selector in found:
+                labels = set(re.findall(r"(\w+)=", selector)) - {"job"}
+                assert labels <= set(known[name].labels), (panel["title"], name)
+            legend = set(re.findall(r"{{(\w+)}}", target["legendFormat"])) - {"instance"}
+            assert legend <= {label for name, _ in found for label in known[name].labels}
+            counted = [name for name, _ in found if known[name].kind == "counter"]
+            shown = "rate(" in target["expr"] or panel["type"] == "stat"
+            assert not counted or shown, panel["title"]

@@ -13,7 +13,7 @@ from core_builders import (
 )
 
 from scheduler.core import requests
-from scheduler.core.events import FromAgent
+from scheduler.core.events import FromAgent, Tick
 from transport.messages import (
     AgentLog,
     AgentLogRequest,
@@ -232,6 +232,14 @@ def test_a_status_is_asked_for_in_pages(scene):
     status = scene.asked(StatusRequest(agents_after="b")).status
     assert [agent.name for agent in status.agents] == ["c", "d"]
     assert [run.name for run in status.runs] == [RUN]
+
+
+def test_asking_for_a_status_changes_no_row():
+    for scene in (Scene(), make_scene()):  # also before anything was counted
+        scene.feed(Tick())
+        before = dict(scene.rows)
+        assert scene.asked(StatusRequest()).status.term == 1
+        assert scene.rows == before
 
 
 def test_a_page_has_a_bound_and_says_how_many_agents_it_left_out(scene, monkeypatch):

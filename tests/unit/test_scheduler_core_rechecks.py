@@ -5,8 +5,16 @@ import pytest
 from core_builders import RUN, SOLVER, Scene, make_run, make_scene, make_summary, messages
 
 from scheduler.core import rechecks
-from scheduler.core.events import FromAgent
-from transport.messages import BodiesReleased, Goodbye, LeaseOffer
+from scheduler.core.events import FromAgent, FromService
+from scheduler.core.settings import TRAJECTORY_LOG
+from transport.messages import (
+    BodiesReleased,
+    Goodbye,
+    Hello,
+    LeaseOffer,
+    Role,
+    SummariesAccepted,
+)
 from transport.runs import TaskSpec
 
 TRUE, LIE = (1.0, 0.0), (1.0, 1.0)
@@ -190,6 +198,22 @@ def test_a_recheck_that_fails_is_not_tried_again():
     assert scene.core._ctx.tables.dead == {}
 
 
+def test_a_recheck_that_fails_takes_no_tokens_from_the_runs_quota():
+    scene = recheck_scene("")
+    ctx = scene.core._ctx
+    bucket = ctx.runs[RUN].bucket
+    bucket.level = 1e6
+    for name in "abc":
+        scene.joined(name, slots=2)
+    only_first(scene)
+    [offer] = asked(scene).values()
+    scene.accepted(offer)
+    scene.failed(offer, "recheck.failed")
+    under_way = [lease.tokens for lease in ctx.leases.values()]
+    drawn = 16 * scene.counter("results.accepted")  # two sequences of eight
+    assert 1e6 - bucket.level == pytest.approx(drawn + sum(under_way))
+
+
 def test_the_body_is_kept_until_its_rewards_were_found_again():
     scene = recheck_scene()
     only_first(scene)
@@ -215,6 +239,18 @@ def test_open_rechecks_survive_a_restart():
     answered(scene, TRUE)
     answered(scene, TRUE)
     assert len(scene.agent("a").evidence) == 1
+
+
+def test_a_log_that_comes_back_is_told_again_which_bodies_agents_may_have():
+    scene = recheck_scene()
+    hello = Hello(role=Role.SERVICE, incarnation=2, build="b")
+    assert messages(scene.feed(FromService(TRAJECTORY_LOG, hello)), SummariesAccepted) == []
+    only_first(scene)
+    [digest] = scene.core._ctx.held_bodies
+    [told] = messages(scene.feed(FromService(TRAJECTORY_LOG, hello)), SummariesAccepted)
+    assert (told.digests, told.rechecked) == ((), (digest,))
+    answered(scene, TRUE)
+    assert messages(scene.feed(FromService(TRAJECTORY_LOG, hello)), SummariesAccepted) == []
 
 
 def test_an_agent_that_leaves_with_a_recheck_leaves_it_to_another():
