@@ -42,8 +42,8 @@ ELSEWHERE = {
 
 PHASES: tuple[tuple[str, str], ...] = (
     (r"trial", "trial"),
-    (r"^farflow (keys create|init|config check|trainer numpy-model)|-m ", "before"),
-    (r"^farflow token (http )?create ", "before"),
+    (r"^farflow (keys create|init|config check|trainer numpy-model) ", "before"),
+    (r"^farflow token (http )?create ", "tokens"),
     (r"^farflow scheduler run ", "scheduler"),
     (r"^farflow agent enrol .*--folder box ", "first box"),
     (r"^farflow agent enrol --new-key ", "new key"),
@@ -252,7 +252,7 @@ def agent_folder(folder: Path) -> str:
 
 def token(desk: Desk) -> None:
     (desk.folder / "box1.token").unlink(missing_ok=True)
-    [line] = [x for x in phase("before") if "--lifetime 24h" in x]
+    [line] = [x for x in phase("tokens") if "--lifetime 24h" in x]
     desk.type(line)
 
 
@@ -262,9 +262,13 @@ def test_the_documents_commands_do_what_they_say(desk: Desk) -> None:
     fill += [("far", "box1"), ("RUN", "."), ("state/scheduler", "scheduler")]
     desk.filled = [*fill, ("FOLDER", "made")]
     for line in phase("before"):
-        (folder / "box1.token").unlink(missing_ok=True)
         if "numpy-model" in line:
             (folder / "model").rename(folder / "model-of-toy")
+        desk.type(line)
+    for line in phase("tokens"):  # pages that stand alone use one name twice
+        (folder / "box1.token").unlink(missing_ok=True)
+        if match := re.search(r" http create (\w+)", line):
+            (folder / "keys" / "http" / f"{match[1]}.toml").unlink(missing_ok=True)
         desk.type(line)
     [line] = phase("scheduler")
     scheduler = desk.start(line)
