@@ -6,7 +6,7 @@ cores. What is measured:
 
 - a page that is opened: until something is painted, and until the first status is drawn;
 - an update of a page: the time in the page's own script, and all that its main thread did
-  (Chromium's ``TaskDuration``: parsing, layout and painting as well) per update;
+  (Chromium's ``TaskDuration`` in CPU time: parsing, layout and painting as well) per update;
 - a scrape of 1 000 agents' metrics over HTTP, and the writing of its page beside that of
   ``prometheus_client`` from the same samples;
 - the scheduler's CPU and loop lag while 50 viewers follow the event stream, beside none.
@@ -111,7 +111,7 @@ def _opening_rows(browser: Any, deployment: Busy, place: str, times: int) -> lis
 def _update_rows(browser: Any, deployment: Busy, updates: int) -> list[Row]:
     page = _opened(browser, deployment)
     session = page.context.new_cdp_session(page)
-    session.send("Performance.enable")
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
     script: dict[str, float] = {}
     whole: dict[str, float] = {}
     count = "performance.getEntriesByName('farflow:draw').length"
@@ -130,7 +130,7 @@ def _update_rows(browser: Any, deployment: Busy, updates: int) -> list[Row]:
     page.context.close()
     return [
         row
-        for what, found in (("script, median", script), ("main thread, mean", whole))
+        for what, found in (("script, median", script), ("main thread's CPU, mean", whole))
         for slowest in [max(found, key=lambda name: found[name])]
         for row in [
             Row(
@@ -256,6 +256,8 @@ class Viewers:
                 f"GET /v1/events HTTP/1.1\r\nHost: {place.netloc}\r\nAccept: text/event-stream\r\n"
                 f"Authorization: Bearer {deployment.token}\r\n\r\n".encode()
             )
+            status = one.recv(len(b"HTTP/1.1 200"))
+            assert status.endswith(b" 200"), status
             self._sockets[one.fileno()] = one
             self._epoll.register(one, select.EPOLLIN)
         self._thread = threading.Thread(target=self._read)
@@ -292,7 +294,7 @@ def viewer_rows(deployment: Busy, quick: bool) -> list[Row]:
     cores: dict[int, list[float]] = {0: [], VIEWERS: []}
     lags: dict[int, list[float]] = {0: [], VIEWERS: []}
     sent = missed = 0
-    for count in (0, VIEWERS, VIEWERS, 0):
+    for count in (0, VIEWERS, 0, VIEWERS):
         with _viewers(deployment, count) as viewers:
             used_s, lag_s = _scheduler(deployment, seconds)
             sent, missed = sent + viewers.received_bytes, missed + viewers.missed
@@ -349,7 +351,10 @@ def measure(quick: bool) -> list[Row]:
         rows = browser_rows(deployment, place, quick)
         rows += request_rows(deployment, quick)
         rows += viewer_rows(deployment, quick)
-    return [*rows, *scrape_rows()]
+    rows += scrape_rows()
+    load = round(os.getloadavg()[0], 1)
+    name = "operations.load average of the machine, what is measured included"
+    return [*rows, Row(metric=name, value=load, unit="processes")]
 
 
 if __name__ == "__main__":

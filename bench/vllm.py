@@ -13,6 +13,7 @@ vLLM takes to start, and a minute.
 import asyncio
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import structlog
 
 from bench.fanout_model import (
     CHANGED,
@@ -341,7 +343,9 @@ async def _of_model(
 
 
 def measure(quick: bool) -> list[Row]:
-    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # what we print is for programs
+    # What we print is for programs.
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     vllm_arguments.environment(THREADS)
     import vllm.v1.engine.async_llm  # noqa: F401 - a restart does not import it again
 

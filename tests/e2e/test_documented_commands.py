@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import tomllib
@@ -36,6 +35,7 @@ ELSEWHERE = {
     r"^farflow relay run ": "test_relay.py",
     r"^farflow (agent|trainer) run --set ": "the same from a file here; by options test_by_hand.py",
     r"^farflow agent run --config box/": "the same from the folder farflow-agent here",
+    r" --follow ": "goes on until Ctrl-C: test_front_door.py",
     r" --finish ": "until a restart commands fail, as the page says: test_keys_commands.py",
 }
 """Lines that are only parsed (tests/unit/test_documents.py), and who runs what they do."""
@@ -129,13 +129,11 @@ class Desk:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        follows = "--follow" in line
         try:
-            said, _ = process.communicate(timeout=3.0 if follows else COMMAND_S)
+            said, _ = process.communicate(timeout=COMMAND_S)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT if follows else signal.SIGKILL)
+            process.kill()
             said, _ = process.communicate()
-            status = 130 if follows else status
         if process.returncode != status or not re.search(word, said):
             self.faults.append(f"{line}\n    status {process.returncode}: {said.strip()[-700:]}")
         return said
