@@ -20,7 +20,8 @@ from scheduler.operator import RequestRefused
 from transport.keys import create_keys
 
 TEXT_ONLY = {
-    *("up", "top", "completion", "wire decode", "config reference", "config metrics"),
+    *("up", "top", "completion", "wire decode"),
+    *("config reference", "config metrics", "config alerts"),
     *("agent run", "scheduler run", "trainer run", "relay run", "sim link run"),
     *("trainer numpy-model", "sim experiment"),
 }
