@@ -287,6 +287,7 @@ class TrainerShell:
 
     def _run_step(self, order: do.RunStep) -> None:
         groups = [self._bodies[ref.digest] for ref in order.groups]
+        _log.debug("step.begins", step=order.step, jobs=[ref.job for ref in order.groups])
         self._bodies.clear()
         self._checking.clear()
 

@@ -310,6 +310,7 @@ class TrajectoryLog:
             return False
         if outcome is Outcome.STORED:
             self._full = False
+            _log.debug("body.stored", attempt=summary.attempt, digest=summary.digest[:16])
             self._announcements.add(summary)
             self._partials.over(summary.agent, summary.attempt)
         return True

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 from trainer_cloud import POLICY, TrainerCloud, make_group
 
 from cloud_trainer.checkpoints import lineage_ids
@@ -41,7 +42,12 @@ def trained_jobs(cloud: TrainerCloud) -> list[str]:
 @pytest.mark.asyncio
 async def test_a_run_is_trained_published_checkpointed_and_exported(tmp_path: Path) -> None:
     async with TrainerCloud(tmp_path, steps=5, checkpoint_every=2) as cloud:
-        assert await cloud.train() == 0
+        with structlog.testing.capture_logs() as logs:
+            assert await cloud.train() == 0
+    begun = {line["step"]: line["jobs"] for line in logs if line["event"] == "step.begins"}
+    assert sorted(begun) == [1, 2, 3, 4, 5]
+    followed = [job for jobs in begun.values() for job in jobs]
+    assert sorted(followed) == sorted(trained_jobs(cloud)), "jobs can be followed"
     assert tree(cloud) == [
         (0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 3, 4), (5, 4, 5),
     ]  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 from service_world import POLICY, service_world, until
 
 from scheduler.core.settings import TRAJECTORY_LOG
@@ -96,8 +97,11 @@ async def put(link, *numbers: int, size_bytes: int = 1000) -> list[tuple[GroupSu
 async def test_a_body_is_acknowledged_announced_under_the_agents_name_and_served(tmp_path):
     async with service_world(tmp_path) as world, world.serving(serve, world.config()) as port:
         agent = world.link("a", PLANE, port)
-        [(summary, body)] = await put(agent, 1)
-        [ack] = await agent.expect(TrajectoryAck)
+        with structlog.testing.capture_logs() as logs:
+            [(summary, body)] = await put(agent, 1)
+            [ack] = await agent.expect(TrajectoryAck)
+        stored = [line["attempt"] for line in logs if line["event"] == "body.stored"]
+        assert stored == [summary.attempt], "an attempt can be followed"
         assert (ack.attempt, ack.digest) == (summary.attempt, summary.digest)
         await until(lambda: summary.digest in announced(world))
         assert announced(world)[summary.digest] == msgspec.structs.replace(summary, agent="a")
