@@ -92,7 +92,11 @@ async def vllm_memory_verdict(table: AgentTable, call: Call) -> Verdict:
     lines = out.splitlines()
     if status != 0 or not index.isdigit() or int(index) >= len(lines):
         return Verdict("nvidia-smi does not tell", "mend the NVIDIA driver")
-    free_mib, total_mib = (float(each) for each in lines[int(index)].split(","))
+    try:
+        free_mib, total_mib = (float(each) for each in lines[int(index)].split(","))
+    except ValueError:  # a GPU that shares the memory of the processor
+        told = lines[int(index)].strip()
+        return Verdict(f"nvidia-smi tells {told!r} of memory", "see that enough of it is free")
     share = sum(table.vllm.memory_shares.values()) or table.vllm.memory_share
     text = f"{free_mib / 1024:.1f} of {total_mib / 1024:.1f} GiB free, vLLM is to take {share:.0%}"
     if free_mib < share * total_mib:

@@ -6,6 +6,7 @@ the doctor finds something wrong with.
 
 import asyncio
 import os
+import pwd
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +66,7 @@ def install_agent(
     if kept and settings:
         lines.append(f"not changed: {', '.join(sorted(settings))}; edit {file}")
     table = load_config(AgentConfig, [file], environ={}).value.agent
-    writable = tuple({folder: None, Path(table.folder).absolute(): None})
+    writable = _writable(Path(table.folder).absolute(), folder, file, place.run_as)
     give(writable, place.run_as)
     cache = folder / "cache"
     # What engines compile goes where the agent may write.
@@ -95,6 +96,23 @@ def default_folder(user_units: bool) -> Path:
         return SYSTEM_FOLDER
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(data) / "farflow-agent"
+
+
+def _writable(state: Path, folder: Path, file: Path, name: str) -> tuple[Path, ...]:
+    """The folders of an agent that keeps its state in ``state``. Once ``file`` belongs to the user
+    ``name``, it says no more what else root gives that user; raises ConfigError. What is below
+    ``folder`` comes with it: by its own path it could be exchanged meanwhile."""
+    if state.resolve().is_relative_to(folder.resolve()):
+        return (folder,)
+    if name and os.geteuid() == 0 and state.exists():
+        uid = pwd.getpwnam(name).pw_uid
+        if file.stat().st_uid != uid or state.stat().st_uid == uid:
+            return (folder, state)
+        raise ConfigError(
+            f"{file}: agent.folder: {state}: is not {name}'s, nor is that for {name} to say; give"
+            f" it with chown, or name one below {folder}"
+        )
+    return (folder, state)
 
 
 def _doctor(file: Path, place: Place, environment: Mapping[str, str]) -> tuple[list[str], bool]:

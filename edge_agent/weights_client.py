@@ -53,7 +53,7 @@ from edge_agent.weight_download import ChunkSources, Downloads
 from edge_agent.weight_staging import Intake, StagedVersion
 from transport.chunk_parts import SourceId
 from transport.chunks import ReceivedChunk
-from transport.errors import FarflowError, StoreError, WeightApplyFailed
+from transport.errors import EngineCrashed, FarflowError, StoreError, WeightApplyFailed
 from transport.messages import Ahead, Chunk, PlanStep, VersionRef, WeightsPlan, WeightsRequest
 from transport.runtime.clock import Clock
 from transport.weights.manifest import SignedManifest, decode_manifest
@@ -64,6 +64,7 @@ T = TypeVar("T")
 WeightEffect = OpenCopy | FetchPlan | CancelFetch | SwapWeights | VerifyWeights | DiscardCopy
 
 _log = structlog.get_logger()
+LOADS = 16  # of a copy while its engine does not start, which waits longer and longer itself
 
 
 class _Fetched(NamedTuple):
@@ -190,7 +191,7 @@ class WeightsClient:
         try:
             ref = (await self._on_disk(self._copies.held)).get(policy)
             if ref is not None:
-                await self._load(policy, ref)
+                await self._load_patiently(policy, ref)
                 version, digest = ref.version, ref.digest
         except FarflowError as error:
             _log.warning("weights.not_opened", policy=policy, code=error.code, reason=str(error))
@@ -296,7 +297,7 @@ class WeightsClient:
         serves = self._serves.pop(policy, None)
         if self._engine.version(policy) is None:
             await self._on_disk(self._copies.commit, staged)
-            await self._load(policy, staged.ref)
+            await self._load_patiently(policy, staged.ref)
             return 0.0
         patch = staged.changed if serves == staged.replaces else whole(staged.arena.tensors)
         pause_s = await self._engine.apply(policy, staged.version, patch)
@@ -304,6 +305,16 @@ class WeightsClient:
         await self._on_disk(self._copies.commit, staged)
         self._serves[policy] = staged.ref
         return pause_s
+
+    async def _load_patiently(self, policy: str, ref: VersionRef) -> None:
+        """An engine that does not start says nothing against the copy, which was fetched far; only
+        what is to be done next for the policy, as to discard it, ends the tries early."""
+        for left in reversed(range(LOADS)):
+            try:
+                return await self._load(policy, ref)
+            except EngineCrashed:
+                if not left or self._last[policy] is not asyncio.current_task():
+                    raise
 
     async def _load(self, policy: str, ref: VersionRef) -> None:
         folder = await self._on_disk(self._copies.folder, policy)

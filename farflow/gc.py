@@ -4,6 +4,7 @@ What always holds: without ``--apply`` nothing is changed; a folder is claimed b
 so that nothing is started in it meanwhile; symbolic links are not followed.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -68,7 +69,7 @@ def gc(
     for verdict in verdicts:
         problem = ""
         if applies and verdict.removes:
-            problem = _remove(verdict.found)
+            problem = _remove(verdict.found, Path(config.scheduler.folder))
             failures += bool(problem)
         freed_bytes += verdict.found.size_bytes if verdict.removes and not problem else 0
         _say(verdict.found, verdict.removes, problem or verdict.reason, as_json=as_json)
@@ -171,30 +172,32 @@ def _used_by(folder: Path) -> str:
 
 
 def _has_ended(record: Path) -> bool:
-    """Whether the last line of a record says that its run has ended."""
-    with record.open("rb") as file:
-        file.seek(max(0, record.stat().st_size - _TAIL_BYTES))
-        lines = file.read().splitlines()
+    """Whether the last line of a record says that its run has ended; one that cannot be read says
+    nothing."""
     try:
+        with record.open("rb") as file:
+            file.seek(max(0, record.stat().st_size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).splitlines()
         last = json.loads(lines[-1]) if lines else None
-    except json.JSONDecodeError:
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(last, dict) and last.get("type") == "end"
 
 
-def _remove(found: "Found") -> str:
-    """Why it could not be removed, "" when it is gone."""
+def _remove(found: "Found", scheduler: Path) -> str:
+    """Why it could not be removed, "" when it is gone. What a running daemon may have open goes
+    while the folder ``scheduler`` is ours: one may have started since we looked."""
     from transport.errors import StoreError
     from transport.runtime.files import lock_folder
 
     try:
-        if found.kind == "run folder":
-            with lock_folder(found.path):
+        claimed = found.path if found.kind == "run folder" else scheduler
+        # The record of a finished run is closed, whoever runs.
+        with contextlib.nullcontext() if found.kind == "record" else lock_folder(claimed):
+            if found.path.is_dir():
                 shutil.rmtree(found.path)
-        elif found.path.is_dir():
-            shutil.rmtree(found.path)
-        else:
-            found.path.unlink()
+            else:
+                found.path.unlink()
     except (OSError, StoreError) as error:
         return f"not removed: {error}"
     return ""

@@ -137,7 +137,8 @@ def back_up(folder: Path, file: Path, *, wall_s: float, keys: Path | None = None
         packed = Path(work) / "backup"
         with open(packed, "xb") as raw:
             os.fchmod(raw.fileno(), 0o600)
-            with tarfile.open(fileobj=raw, mode="w") as tar:
+            # Else a file's second name would be kept as a link, which is no file to restore.
+            with tarfile.open(fileobj=raw, mode="w", dereference=True) as tar:
                 _add(tar, LIST_NAME, msgspec.json.encode(found))
                 tar.add(copy, FILE_NAME, filter=_private)
                 for name in () if keys is None else _key_files(keys):

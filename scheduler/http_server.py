@@ -8,7 +8,10 @@ is one line in the log.
 import asyncio
 import hmac
 import logging
+import os
+import socket
 import ssl
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -27,7 +30,7 @@ agreed on."""
 KEEPALIVE_S: Final = 30.0
 BACKLOG: Final = 128
 STALLED_S: Final = 60.0
-"""A reader that takes nothing for so long is cut off."""
+"""A reader that takes nothing for so long is cut off, by us or by the kernel."""
 
 _log = structlog.get_logger()
 
@@ -105,6 +108,7 @@ class HttpListener:
         self._counters = counters
         self._setting = setting
         self._silent: dict[Any, asyncio.TimerHandle] = {}
+        self._taken: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.max_connections = max_connections
 
     async def run(self, ports: Sequence[int], listening: Callable[[int], None]) -> None:
@@ -119,14 +123,11 @@ class HttpListener:
         outer, loop = self, asyncio.get_running_loop()
 
         class Server(web.Server):
-            """Bounds connections before a byte of theirs is looked at."""
+            """Bounds how long a connection may say or take nothing."""
 
             def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
                 super().connection_made(handler, transport)
-                if len(self.connections) > outer.max_connections:
-                    outer._counters["too_many_connections"] += 1
-                    loop.call_soon(transport.abort)  # its task must have started to end well
-                    return
+                _bound_stall(transport.get_extra_info("socket"))
                 outer._silent[handler] = loop.call_later(FIRST_REQUEST_S, transport.abort)
 
             def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
@@ -146,38 +147,31 @@ class HttpListener:
             shutdown_timeout=1.0,
         )
         await runner.setup()
-        listener: asyncio.Server | None = None
+        listeners: list[asyncio.Server] | None = None
         try:
             for port in ports:
-                listener = await self._listen(runner.server, port, last=port == ports[-1])
-                if listener is not None:
-                    listening(int(listener.sockets[0].getsockname()[1]))
+                listeners = await self._listen(runner.server, port, last=port == ports[-1])
+                if listeners is not None:
+                    listening(int(listeners[0].sockets[0].getsockname()[1]))
                     break
             await asyncio.Event().wait()
         finally:
-            if listener is not None:
+            for listener in listeners or ():
                 listener.close()
             await runner.cleanup()
 
     async def _listen(self, server: "web.Server | None", port: int, *, last: bool) -> Any:
-        """None when the port is taken and is not the last to try; raises as ``run``."""
+        """Who listens, on an address each; None when the port is taken and is not the last to try;
+        raises as ``run``."""
         assert server is not None  # noqa: S101 - it was set up
-        starting = asyncio.ensure_future(
-            asyncio.get_running_loop().create_server(
-                server,
-                self._host,
-                port,
-                ssl=self._tls,
-                ssl_handshake_timeout=FIRST_REQUEST_S if self._tls else None,
-                backlog=BACKLOG,
-            )
-        )
+        starting = asyncio.ensure_future(self._start(server, port))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
             await asyncio.wait({starting})  # half started, its socket would stay open
             if not starting.cancelled() and starting.exception() is None:
-                starting.result().close()
+                for listener in starting.result():
+                    listener.close()
             raise
         except (OSError, OverflowError) as error:
             if not last:
@@ -187,11 +181,67 @@ class HttpListener:
                 f"{self._setting}: {self._host}:{port}: {reason}; choose another port"
             ) from error
 
+    async def _start(self, server: "web.Server", port: int) -> list[asyncio.Server]:
+        """asyncio finds the addresses and binds; what then listens counts (``_Counted``)."""
+        loop = asyncio.get_running_loop()
+        bound = await loop.create_server(server, self._host, port, start_serving=False)
+        sockets = [_Counted(self._has_room, sock.fileno()) for sock in bound.sockets]
+        bound.close()
+        try:
+            return [
+                await loop.create_server(
+                    server,
+                    sock=sock,
+                    ssl=self._tls,
+                    ssl_handshake_timeout=FIRST_REQUEST_S if self._tls else None,
+                    backlog=BACKLOG,
+                )
+                for sock in sockets
+            ]
+        except BaseException:
+            for sock in sockets:
+                loop.remove_reader(sock)
+                sock.close()
+            raise
+
+    def _has_room(self, sock: socket.socket) -> bool:
+        """Whether a connection that was made is one of those that may be; counts it then."""
+        if sum(taken.fileno() >= 0 for taken in self._taken) >= self.max_connections:
+            self._counters["too_many_connections"] += 1
+            return False
+        self._taken.add(sock)
+        return True
+
     def heard(self, handler: Any) -> None:
         """``request.protocol`` of a request that came: its connection is not silent."""
         timer = self._silent.pop(handler, None)
         if timer is not None:
             timer.cancel()
+
+
+class _Counted(socket.socket):
+    """A socket that listens and hangs up where there ``has_room`` for no more. Protocols learn of a
+    connection only after the TLS handshake, for which asyncio keeps hundreds of kilobytes."""
+
+    def __init__(self, has_room: Callable[[socket.socket], bool], descriptor: int) -> None:
+        super().__init__(fileno=os.dup(descriptor))
+        self._has_room = has_room
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Raises ConnectionAbortedError, which is none to asyncio, for one too many."""
+        taken, address = super().accept()
+        if not self._has_room(taken):
+            taken.close()
+            raise ConnectionAbortedError
+        return taken, address
+
+
+def _bound_stall(sock: socket.socket | None) -> None:
+    """Whole answers are written without ``write``: nobody waits for them in vain but the kernel.
+    TCP_USER_TIMEOUT (tcp(7)) also ends what a reader's full window holds up."""
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if sock is not None and option is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, option, round(1000 * STALLED_S))
 
 
 def _without_nonsense(record: logging.LogRecord) -> bool:

@@ -48,6 +48,7 @@ from edge_agent.engines.openai_stream import Drawing, Stale
 from edge_agent.engines.openai_weights import ServerWeights
 from edge_agent.engines.openai_wire import ServerAway, ServerBusy
 from edge_agent.engines.request_check import vllm_fault
+from edge_agent.engines.threads import in_thread
 from edge_agent.engines.vllm_room import Admission, PolicyRoom
 from transport.errors import (
     EngineCrashed,
@@ -329,7 +330,7 @@ class OpenaiEngine:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody draws
                 loop.call_soon_threadsafe(self._anew, hosted)
 
-        return await asyncio.to_thread(weights.apply, version, patch, paused)
+        return await in_thread(weights.apply, version, patch, paused)
 
     def _anew(self, hosted: _Hosted) -> None:
         """New weights are there: what has no token yet begins with them."""

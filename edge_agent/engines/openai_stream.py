@@ -71,7 +71,10 @@ class Drawing:
         url = f"{served.address.url}{served.path}"
         try:
             async with session.post(
-                url, data=msgspec.json.encode(body), headers=served.address.headers
+                url,
+                data=msgspec.json.encode(body),
+                headers=served.address.headers,
+                allow_redirects=False,  # nobody but the server gets the key and the prompt
             ) as answer:
                 self._answer = answer
                 if answer.status != 200:
@@ -142,7 +145,10 @@ class Drawing:
                     f"{self._request.request_id}: weights {span.version!r} drew it, which are not"
                     " this agent's: the server was started anew, or others write to it, too"
                 )
-            versions += [number] * min(span.end - span.start, tokens)
+            if span.start != len(versions) or not span.start < span.end <= tokens:
+                versions = []
+                break
+            versions += [number] * (span.end - span.start)
         if len(versions) != tokens:
             raise GenerationFailed(
                 f"{self._request.request_id}: {tokens} tokens, versions of {len(versions)}"

@@ -222,8 +222,14 @@ class Address:
     """
 
     def __init__(self, server: OpenaiServer) -> None:
-        parts = urlsplit(server.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(server.base_url)
+            sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # no port, or no IPv6 address
+            sound = False
+        if "@" in server.base_url:  # it would be in logs
+            raise ConfigError("agent.openai.base_url: names a user; put a key in api_key_file")
+        if not sound or parts.query or parts.fragment:
             raise ConfigError(
                 f"agent.openai.base_url {server.base_url!r}: give http://HOST:PORT of the server"
             )
@@ -239,7 +245,7 @@ class Address:
             if not key or not key.isascii() or any(each.isspace() for each in key):
                 raise ConfigError("agent.openai.api_key_file: holds no key on one line")
             self.headers["Authorization"] = f"Bearer {key}"
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = parts.hostname or "", parts.port
         self._path = parts.path.rstrip("/")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
 

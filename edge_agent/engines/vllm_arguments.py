@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from edge_agent.config import VllmTable
 from edge_agent.engines.vllm_map import TensorForm
-from transport.errors import ConfigError, ModelError
+from transport.errors import ConfigError, EngineCrashed, FarflowError, ModelError
 from transport.weights.folder import is_adapter_folder, read_model_folder
 
 _EXTENSION: Final = "edge_agent.engines.vllm_worker.FarflowExtension"
@@ -101,3 +101,11 @@ def environment(threads: int) -> None:
         "OMP_NUM_THREADS": str(threads),
     }.items():
         os.environ.setdefault(name, value)
+
+
+def start_fault(folder: Path, error: Exception) -> FarflowError:
+    """What vLLM raises before it starts a process is about the model or its arguments."""
+    text = f"{folder}: vLLM does not take it: {type(error).__name__}: {error}"
+    if isinstance(error, ValueError | TypeError | NotImplementedError | ImportError):
+        return ModelError(text)
+    return EngineCrashed(text)

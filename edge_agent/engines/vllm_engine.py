@@ -30,6 +30,7 @@ from edge_agent.engine import (
     Tools,
     refuse_adapter,
 )
+from edge_agent.engines.threads import in_thread
 from edge_agent.engines.vllm_arguments import environment
 from edge_agent.engines.vllm_policy import VllmPolicy
 from edge_agent.engines.vllm_room import Admission, PolicyRoom, remember, remembered
@@ -167,10 +168,12 @@ class VllmEngine:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            hosted.requests -= 1
-            if not hosted.requests:
-                hosted.idle.set()
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:  # whoever cancels may do so twice
+                hosted.requests -= 1
+                if not hosted.requests:
+                    hosted.idle.set()
 
     async def _draw(self, hosted: _Hosted, request: GenerationRequest, sibling: int) -> Completion:
         async with self._admission.place(hosted.room):
@@ -269,7 +272,7 @@ class VllmEngine:
 
     async def _reloaded(self, policy: VllmPolicy, folder: Path, version: int) -> bool:
         try:
-            return await asyncio.to_thread(policy.reload, folder, version)
+            return await in_thread(policy.reload, folder, version)
         except EngineError as error:
             _log.warning("engine.not_reloaded", policy=policy.name, reason=str(error))
             return False
@@ -294,7 +297,7 @@ class VllmEngine:
             if self._loop is None:
                 raise WeightApplyFailed(f"{policy} version {version}: the engine is not running")
             try:
-                return await asyncio.to_thread(hosted.policy.apply, version, patch)
+                return await in_thread(hosted.policy.apply, version, patch)
             except WeightApplyFailed:
                 raise
             except EngineError as error:
@@ -336,6 +339,8 @@ class VllmEngine:
         """End a policy's processes, without a reason once its last request is answered."""
         hosted = self._hosted.pop(policy)
         self._leaving.add(hosted)
+        if reason is not None:
+            self._admission.refuse(reason, hosted.room)
         return self._end_with(policy, self._end(hosted, reason))
 
     def _end_with(self, policy: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -384,5 +389,5 @@ class VllmEngine:
 
     def _back_off(self, policy: str) -> None:
         crashes = self._crashes[policy] = self._crashes.get(policy, 0) + 1
-        wait_s = min(BACKOFF_S * 2.0 ** (crashes - 1), BACKOFF_MAX_S)
+        wait_s = min(BACKOFF_S * 2.0 ** min(crashes - 1, 30), BACKOFF_MAX_S)
         self._not_before_s[policy] = self._clock.monotonic_s() + wait_s

@@ -31,7 +31,7 @@ from transport.weights.tensors import ITEM_BYTES, Cells
 
 _ALIGNED: Final = 64
 _PREFIX: Final = "farflow-vllm-"
-_FRESH_S: Final = 60.0
+_FRESH_S: Final = 3.0
 _IN_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, closed to others
 
 

@@ -27,7 +27,7 @@ from edge_agent.config import VllmTable
 from edge_agent.engine import Completion, GenerationRequest, Positions, SamplingParams, inside
 from edge_agent.engines.chat_tokenizer import ChatTokenizer
 from edge_agent.engines.request_check import vllm_fault
-from edge_agent.engines.vllm_arguments import engine_arguments, tensor_forms
+from edge_agent.engines.vllm_arguments import engine_arguments, start_fault, tensor_forms
 from edge_agent.engines.vllm_exchange import Exchange
 from edge_agent.engines.vllm_map import WorkerMap, check_maps, kept_type, published_cells, writes
 from edge_agent.engines.vllm_sequence import Sequence as DrawnSequence
@@ -36,7 +36,6 @@ from transport.errors import (
     EngineError,
     FarflowError,
     GenerationFailed,
-    ModelError,
     StoreError,
     WeightApplyFailed,
 )
@@ -54,10 +53,10 @@ CALL_S: Final = 600.0
 """Longer than any call into a live vLLM takes; a start has its own limit."""
 _LOOK_S: Final = 0.25
 _NUCLEUS: Final = SamplingParams(max_new_tokens=2, top_p=0.5, stop=("\N{SNOWMAN}",))
+END_S: Final = 60.0  # for all of an end
 _ENDING_S: Final = 2.0
 """Its processes have nothing to save, and do not end by themselves; then they are killed."""
-_STAGED_S: Final = (0.002, 0.05)
-"""Between two looks at whether weights are staged: at first, and at most."""
+_STAGED_S: Final = (0.002, 0.05)  # between two looks at whether they are: at first, at most
 
 
 class VllmPolicy:
@@ -107,14 +106,13 @@ class VllmPolicy:
             raise
         except Exception as error:
             self.stop()
-            raise _start_fault(folder, error) from error
+            raise start_fault(folder, error) from error
 
     # ---- from any thread -----------------------------------------------------------------------
 
     def check(self, request: GenerationRequest) -> None:
         """Raises GenerationFailed for what vLLM would refuse, or do otherwise than asked."""
-        problem = vllm_fault(request, self._vocabulary, self._context_tokens)
-        if problem:
+        if problem := vllm_fault(request, self._vocabulary, self._context_tokens):
             raise GenerationFailed(f"{request.request_id}: {problem}")
 
     def submit(
@@ -191,11 +189,13 @@ class VllmPolicy:
     def stop(self, reason: EngineError | None = None) -> None:
         """End vLLM, and what it still draws with ``reason``. Blocks; harmless when it has ended."""
         if self._thread.is_alive():
-            with contextlib.suppress(FarflowError):
-                closed = reason or GenerationFailed("the engine is closed")
-                self._call(self._end(closed), 60.0, ends=True)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            closed = reason or GenerationFailed("the engine is closed")
+            with contextlib.suppress(RuntimeError):  # its loop has just been closed
+                ended = self._send(self._end(closed), ends=True)
+                ended.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+            self._thread.join(END_S)
+            if self._thread.is_alive():  # a start that hangs; it is ended when it returns
+                _log.error("engine.not_ended", policy=self.name, waited_s=END_S)
         self._exchange.close()
 
     @property
@@ -203,11 +203,9 @@ class VllmPolicy:
         """Tokens that fit into the KV cache."""
         return self._kv_tokens
 
-    def _call(
-        self, work: Coroutine[Any, Any, T], within_s: float = CALL_S, *, ends: bool = False
-    ) -> T:
+    def _call(self, work: Coroutine[Any, Any, T], within_s: float = CALL_S) -> T:
         try:
-            return self._send(work, ends=ends).result(within_s)
+            return self._send(work).result(within_s)
         except concurrent.futures.TimeoutError as error:
             why = f"vLLM has not answered for {within_s:g} s"
             self._loop.call_soon_threadsafe(self._die, why)
@@ -219,6 +217,9 @@ class VllmPolicy:
         self, work: Coroutine[Any, Any, T], *, ends: bool = False
     ) -> "concurrent.futures.Future[T]":
         """Work for the policy's loop, which ends with it at the latest."""
+        if self._ending and not ends:  # its loop may be closed
+            work.close()
+            raise self._ending
 
         async def known() -> T:
             task = asyncio.current_task()
@@ -255,18 +256,26 @@ class VllmPolicy:
 
         # It blocks the loop, which has nothing else to do yet.
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        config = self._llm.vllm_config
+        config, cache = self._llm.vllm_config, self._llm.vllm_config.cache_config
         self._context_tokens = int(config.model_config.max_model_len)
         self._vocabulary = int(config.model_config.get_vocab_size())
-        cache = config.cache_config
         self._kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        preparing = self._task(self._prepare())
+        while not preparing.done():  # vLLM leaves calls unanswered when it dies
+            if self._llm.errored:
+                preparing.cancel()
+                raise EngineCrashed(f"{self.name}: vLLM died while it started")
+            await asyncio.wait({preparing}, timeout=_LOOK_S)
+        preparing.result()
+        self._task(self._watch())
+
+    async def _prepare(self) -> None:
         tensors = [[name, form.dtype, self._shapes[name]] for name, form in self._forms.items()]
         found = await self._rpc("farflow_record", tensors)
         self._maps = [msgspec.msgpack.decode(data, type=WorkerMap) for data in found]
         check_maps(self._forms, self._maps)
         await self._llm.update_weight_version(str(self.version))
         await self._warm_up()
-        self._task(self._watch())
 
     async def _warm_up(self) -> None:
         """A few tokens: what dies at its first step is to be known before an attempt finds out,
@@ -314,11 +323,12 @@ class VllmPolicy:
             await llm.start_weight_update()
             stage = {"do": "stage", "path": path, "entries": entries}
             await llm.update_weights(Update(update_info=stage))
-            problem = await self._staged()
-            if problem:
+            if problem := await self._staged():
                 await llm.update_weights(Update(update_info={"do": "drop"}))
                 await llm.finish_weight_update()
         except Exception as error:
+            if llm.errored:  # before whoever gave the weights hears that they were not taken
+                self._die("vLLM died")
             raise WeightApplyFailed(f"{where}: {error}") from error
         if problem:
             raise WeightApplyFailed(f"{where}: {problem}")
@@ -383,15 +393,8 @@ class VllmPolicy:
             llm, self._llm = self._llm, None
             await asyncio.to_thread(llm.shutdown, _ENDING_S)
 
-    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _start_fault(folder: Path, error: Exception) -> FarflowError:
-    """What vLLM raises here before it starts a process is about the model or its arguments."""
-    text = f"{folder}: vLLM does not take it: {type(error).__name__}: {error}"
-    if isinstance(error, ValueError | TypeError | NotImplementedError | ImportError):
-        return ModelError(text)
-    return EngineCrashed(text)
+        return task

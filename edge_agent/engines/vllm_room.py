@@ -106,11 +106,13 @@ class Admission:
         finally:
             self._leave(room)
 
-    def refuse(self, error: EngineError) -> None:
-        """Nobody who waits gets a place any more."""
+    def refuse(self, error: EngineError, room: PolicyRoom | None = None) -> None:
+        """Nobody who waits (for ``room``, if one is named) gets a place any more."""
         waiting, self._waiting = self._waiting, deque()
-        for _, turn in waiting:
-            if not turn.done():
+        for of, turn in waiting:
+            if room is not None and of is not room:
+                self._waiting.append((of, turn))
+            elif not turn.done():
                 turn.set_exception(error)
 
     def _leave(self, room: PolicyRoom) -> None:

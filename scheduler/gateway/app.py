@@ -22,7 +22,7 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from scheduler.gateway.access import HttpToken, Rates
 from scheduler.gateway.audit import Asked, Audit, AuditLine
-from scheduler.gateway.calls import Call, Route, World, busy
+from scheduler.gateway.calls import Call, Route, World, busy, unauthorised
 from scheduler.gateway.openapi import path_pattern
 from scheduler.gateway.static_files import is_static, static_file
 from scheduler.http_server import HttpListener, HttpRefused, bearer, json_response
@@ -31,6 +31,8 @@ from transport.errors import ConfigError, LinkError, LocalProtocolError, StoreEr
 
 BODY_S: Final = 20.0
 """How long a request's body may take."""
+STRANGERS_PER_S: Final = 50.0
+"""Requests without a token that counts, of all who have none together."""
 SHOWN_PATH: Final = 300
 RETRY_AFTER_S: Final = 2
 
@@ -46,6 +48,7 @@ class Gateway:
         self._routes = [(path_pattern(route.path), route) for route in routes]
         self._in_flight: Counter[str] = Counter()
         self.rates = Rates(world.config.http.requests_per_s)
+        self._strangers = Rates(STRANGERS_PER_S)
         self.counters: Counter[str] = Counter()
         self.listener: HttpListener
 
@@ -125,21 +128,18 @@ class Gateway:
     def _token(self, request: web.BaseRequest) -> HttpToken:
         token = self._world.book.lookup(bearer(request))
         if token is None:
-            raise HttpRefused(
-                401,
-                "http.unauthorised",
-                "send the header Authorization: Bearer TOKEN; `farflow token http create NAME"
-                " --role viewer` makes one",
-                **{"WWW-Authenticate": "Bearer"},
-            )
+            wait_s = self._strangers.take("", self._world.clock.monotonic_s())
+            if wait_s:
+                text = f"more than {STRANGERS_PER_S:g} requests a second have no token that counts"
+                raise _too_often(text, wait_s)
+            raise unauthorised()
         return token
 
     async def _allow(self, route: Route, token: HttpToken, request: web.BaseRequest) -> None:
         wait_s = self.rates.take(token.name, self._world.clock.monotonic_s())
         if wait_s:
             text = f"this token may ask {self._world.config.http.requests_per_s:g} times a second"
-            seconds = str(math.ceil(wait_s))
-            raise HttpRefused(429, "http.too_often", text, **{"Retry-After": seconds})
+            raise _too_often(text, wait_s)
         if token.role in route.roles:
             return
         roles = " or ".join(sorted(role.value for role in route.roles))
@@ -226,6 +226,10 @@ class Gateway:
             await self._audit.end(begun, status, code)
         except StoreError as error:
             _log.error("http.not_recorded", reason=str(error))
+
+
+def _too_often(text: str, wait_s: float) -> HttpRefused:
+    return HttpRefused(429, "http.too_often", text, **{"Retry-After": str(math.ceil(wait_s))})
 
 
 def _query(route: Route, request: web.BaseRequest) -> Any:

@@ -104,11 +104,14 @@ class Audit:
             with store_errors("write", self._path):
                 descriptor = os.open(self._path, flags, 0o600)
                 try:
-                    if os.fstat(descriptor).st_size > MAX_BYTES:
+                    size_bytes = os.fstat(descriptor).st_size
+                    if size_bytes > MAX_BYTES:
                         self._rotate()
                         os.close(descriptor)
                         descriptor = os.open(self._path, flags, 0o600)
+                        size_bytes = 0
                     if os.write(descriptor, data) < len(data):
+                        os.ftruncate(descriptor, size_bytes)  # the next line would be part of it
                         raise StoreError(f"cannot write {self._path}: the disk is full; free space")
                     if durably:
                         os.fsync(descriptor)

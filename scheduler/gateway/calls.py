@@ -133,3 +133,14 @@ class HttpError(msgspec.Struct, frozen=True, kw_only=True):
 def busy(text: str) -> HttpRefused:
     """That there are too many of something right now."""
     return HttpRefused(503, "http.busy", text, **{"Retry-After": RETRY_AFTER})
+
+
+def unauthorised() -> HttpRefused:
+    """That a token is needed, and the one that was sent does not count (any more)."""
+    return HttpRefused(
+        401,
+        "http.unauthorised",
+        "send the header Authorization: Bearer TOKEN; `farflow token http create NAME"
+        " --role viewer` makes one",
+        **{"WWW-Authenticate": "Bearer"},
+    )

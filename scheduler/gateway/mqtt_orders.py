@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Final
 
 import msgspec
+import structlog
 
 from scheduler.gateway.access import HttpRole, HttpToken, TokenBook
 from scheduler.gateway.audit import Asked, Audit
 from scheduler.gateway.calls import Line
 from scheduler.operator import Order, RequestRefused
-from transport.errors import FarflowError, LinkError
+from transport.errors import FarflowError, LinkError, StoreError
 from transport.mqtt_topics import MAX_COMMAND_BYTES, VERBS, Command, Reply, command_fault
 
 MAX_REMEMBERED: Final = 4096
@@ -26,6 +27,8 @@ SHOWN: Final = 300
 _ORDERS: Final[dict[str, Order]] = {"drain": "drain", "cordon": "cordon", "resume": "uncordon"}
 _Key = tuple[str, str, str]
 """Token, topic and id."""
+
+_log = structlog.get_logger()
 
 
 class MqttOrders:
@@ -65,7 +68,9 @@ class MqttOrders:
         key = (token.name, topic, command.id)
         if key not in self._given:
             self._forget()
-            if len(self._given) >= MAX_REMEMBERED:
+            # Those who may give none fill no more than half.
+            most = MAX_REMEMBERED // (1 if token.role is HttpRole.OPERATOR else 2)
+            if len(self._given) >= most:
                 return _no(command, "mqtt.busy", "too many commands that have not expired; wait")
             asked = self._asked(topic, token, payload)
             work = self._carried_out(asked, agent, verb, command, token)
@@ -105,10 +110,13 @@ class MqttOrders:
                 text = f"commands are {', '.join(VERBS)}"
                 return await self._refused(asked, _no(command, "mqtt.unknown_command", text))
             begun = await self._audit.begin(asked)
-            reply = await self._ordered(agent, verb, command)
-            await self._audit.end(begun, 0, reply.code)
-        except FarflowError as error:  # it cannot be recorded
+        except FarflowError as error:  # it cannot be recorded, so it is not done
             return _no(command, error.code, str(error))
+        reply = await self._ordered(agent, verb, command)
+        try:
+            await self._audit.end(begun, 0, reply.code)
+        except StoreError as error:  # it was done all the same
+            _log.error("mqtt.not_recorded", reason=str(error))
         return reply
 
     async def _refused(self, asked: Asked, reply: Reply) -> Reply:

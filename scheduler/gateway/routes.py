@@ -1,5 +1,6 @@
 """Every route of the interface, in one table: the requests, their roles and their description."""
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -33,8 +34,9 @@ ROUTES: Final = (
 )
 
 
+@cache
 def openapi() -> dict[str, Any]:
-    """The description of ``ROUTES``."""
+    """The description of ``ROUTES``; made once, as everybody may ask for it."""
     try:
         number = version("farflow")
     except PackageNotFoundError:  # run from a folder of sources

@@ -8,7 +8,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from scheduler.core.settings import WEIGHT_STORE
-from scheduler.gateway.calls import ANYBODY, LOOK, ORDER, Call, Route
+from scheduler.gateway.calls import ANYBODY, LOOK, ORDER, Call, Route, unauthorised
 from scheduler.gateway.stream import stream
 from scheduler.http_server import HttpRefused
 from scheduler.weight_reading import StoreReader
@@ -111,6 +111,8 @@ async def _events(call: Call) -> Events | web.StreamResponse:
         while True:
             mark = feed.mark()
             page = await _page(call, after)
+            if call.token is None or not call.world.book.valid(call.token):
+                raise unauthorised()
             left_s = until_s - loop.time()
             if page.transitions or page.missed or left_s <= 0.0:
                 return page

@@ -128,6 +128,26 @@ async def test_a_revoked_token_is_refused_and_its_stream_ends_within_a_second_or
                 await stream.content.read()
 
 
+async def test_one_that_waits_for_events_learns_none_after_its_revocation(world):
+    keys = world.world.folder / "keys"
+    secret = await asyncio.to_thread(create_token, keys, "waiting", HttpRole.VIEWER)
+    async with world.client(secret) as client, world.client(OPERATOR) as operator:
+        async with asyncio.timeout(WAIT_S):
+            while (await said(client, "GET", "/v1/runs"))[0] == 401:
+                await asyncio.sleep(0.05)
+        last = (await said(client, "GET", "/v1/events"))[1]["last"]
+        wait = f"/v1/events?after={last}&wait_s=20"
+        waiting = asyncio.create_task(said(client, "GET", wait))
+        await asyncio.to_thread(revoke_token, keys, "waiting")
+        async with asyncio.timeout(WAIT_S):
+            while (await said(client, "GET", "/v1/runs"))[0] != 401:
+                await asyncio.sleep(0.05)
+        for order in ("cordon", "uncordon"):
+            await said(operator, "POST", f"/v1/agents/a/{order}")
+        code, answer = await waiting
+        assert (code, answer["code"]) == (401, "http.unauthorised")
+
+
 async def test_a_token_file_that_is_wrong_lets_nobody_in_and_harms_no_other(world):
     wrong = world.token_file("wrong")
     wrong.write_text(world.token_file("ops").read_text())
@@ -463,3 +483,19 @@ async def test_the_dashboard_needs_no_token_and_nothing_beside_it_is_given_out(w
             path = f"/assets/{name}"
             assert (await said(client, "GET", path))[0] == 404, path
         assert (await said(client, "POST", "/"))[0] == 405
+
+
+async def test_who_has_no_token_asks_only_so_often_and_holds_up_nobody_who_has(world):
+    async with (
+        asyncio.timeout(WAIT_S),
+        world.client("x" * 43) as stranger,
+        world.client(VIEWER) as viewer,
+    ):
+        codes = {401}
+        while codes == {401}:
+            many = (said(stranger, "GET", "/v1/runs") for _ in range(300))
+            codes = {code for code, _ in await asyncio.gather(*many)}
+        assert codes <= {401, 429}
+        assert (await said(viewer, "GET", "/v1/runs"))[0] == 200
+        while (await said(stranger, "GET", "/v1/runs"))[0] == 429:
+            await asyncio.sleep(0.05)

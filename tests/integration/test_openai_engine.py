@@ -3,6 +3,7 @@ server here plays answers; what the real vLLM does is in tests/vllm."""
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from edge_agent.engine import GenerationRequest, SamplingParams, WeightsHidden
 from edge_agent.engine_probes import openai_verdict
 from edge_agent.engines import openai_engine, openai_served
 from edge_agent.engines.openai_engine import TRIES, OpenaiEngine
+from edge_agent.engines.openai_stream import Drawing
+from edge_agent.engines.openai_wire import Piece, Span
 from transport.errors import (
     ConfigError,
     EngineCrashed,
@@ -95,6 +98,8 @@ class Played:
             headers = {"Retry-After": "0.001"}
             said = {"error": {"message": "the maximum context length is 64"}}
             return web.json_response(said, status=answer, headers=headers)
+        if isinstance(answer, str):
+            raise web.HTTPTemporaryRedirect(answer)
         self.running += 1
         self.most = max(self.most, self.running)
         response = web.StreamResponse()
@@ -277,6 +282,31 @@ async def test_an_answer_that_is_of_no_use_fails_its_request(engine, server, ans
     assert len(await engine.generate(request())) == 1
 
 
+@pytest.mark.parametrize(
+    "spans", [[(0, 3)], [(0, 5)], [(1, 4)], [(0, 2), (1, 4)], [(2, 1), (0, 4)], [(0, 4)] * 9, []]
+)
+async def test_spans_that_are_not_of_the_tokens_are_refused(engine, spans):
+    served = engine._find(POLICY).served
+    weights = SimpleNamespace(version_of=int, close=lambda: None)
+    task = asyncio.current_task()
+    drawing = Drawing(served._replace(weights=weights), request(), 0, task, lambda tokens: None)
+    good = drawing._versions(Piece((), (), "stop", (Span("3", 0, 1), Span("4", 1, 4))), 4)
+    assert good == (3, 4, 4, 4)
+    piece = Piece((), (), "stop", tuple(Span("3", start, end) for start, end in spans))
+    with pytest.raises(GenerationFailed, match="4 tokens, versions of"):
+        drawing._versions(piece, 4)
+
+
+async def test_nobody_but_the_server_gets_a_prompt(engine, server):
+    other = Played()
+    await other.start()
+    server.script = [f"{other.url}/v1/completions"]
+    with pytest.raises(GenerationFailed, match="HTTP 307"):
+        await engine.generate(request())
+    assert other.asked == []
+    await other.runner.cleanup()
+
+
 async def test_what_the_server_would_refuse_is_refused_here(engine, server):
     for fault in (
         request(max_new_tokens=63),
@@ -381,10 +411,12 @@ async def test_a_folder_of_other_weights_behind_the_server_is_seen(table, server
 
 
 async def test_settings_are_refused_by_field(tmp_path):
-    for url in ("", "127.0.0.1:8000", "ftp://x", "http://127.0.0.1:8000/v1"):
+    addresses = ("", "127.0.0.1:8000", "ftp://x", "http://x/v1", "http://x:none", "http://x:65536")
+    for url in (*addresses, "http://[::1", "http://x/?key=word", "http://user:word@x"):
         servers = {"p": OpenaiServer(base_url=url)}
-        with pytest.raises(ConfigError, match=r"agent\.openai\.base_url"):
+        with pytest.raises(ConfigError, match=r"agent\.openai\.base_url") as refused:
             OpenaiEngine(1, OpenaiTable(servers=servers))
+        assert "user:word" not in str(refused.value)
     with pytest.raises(ValueError, match=r"openai\.base_url"):
         AgentTable(engine="openai")
     (tmp_path / "key").write_text("two words\n")

@@ -142,6 +142,17 @@ def test_keys_come_back_where_they_are_missing(folder: Path, tmp_path: Path) -> 
     assert done.keys_written == found.keys
 
 
+def test_a_key_file_with_two_names_comes_back_under_both(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    create_keys(keys)
+    (keys / "again.toml").hardlink_to(keys / "operator.toml")
+    found = back_up(folder, tmp_path / "b", wall_s=5.0, keys=keys)
+    done = restore(tmp_path / "b", tmp_path / "new", keys=tmp_path / "other")
+    assert done.keys_written == found.keys
+    for name in ("again.toml", "operator.toml"):
+        assert (tmp_path / "other" / name).read_bytes() == (keys / "operator.toml").read_bytes()
+
+
 def rewritten(source: Path, target: Path, **changes: bytes | None) -> Path:
     """``source`` with other content for some members, and whatever else is asked for."""
     with tarfile.open(source) as before, tarfile.open(target, "w") as after:

@@ -40,6 +40,7 @@ def test_the_memory_that_it_is_to_take_is_free():
     )
     assert ask(vllm_memory_verdict, CUDA, 0, "100, 80000\n").remedy
     assert ask(vllm_memory_verdict, CUDA, 9).remedy
+    assert ask(vllm_memory_verdict, CUDA, 0, two.format("[N/A]")).remedy  # memory shared with a CPU
     assert ask(vllm_memory_verdict, CPU, 0).remedy == ""
     assert "kv_cache_gib" in ask(vllm_memory_verdict, AgentTable(engine="vllm"), 0).remedy
     huge = AgentTable(engine="vllm", vllm=VllmTable(kv_cache_gib=1e6))

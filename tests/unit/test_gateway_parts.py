@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 
 import pytest
 
@@ -164,6 +165,26 @@ async def test_a_record_that_cannot_be_written_says_so(tmp_path):
             await audit.begin(ASKED)
     finally:
         audit.close()
+
+
+@pytest.mark.asyncio
+async def test_a_line_that_a_full_disk_cut_short_does_not_spoil_the_next(tmp_path):
+    audit = Audit(tmp_path, 1, ManualClock())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        begun = await audit.begin(ASKED)
+        size = (tmp_path / audit_module.FILE_NAME).stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
+        try:
+            with pytest.raises(StoreError, match="disk is full"):
+                await audit.begin(ASKED)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        await audit.end(begun, 200, "")
+    finally:
+        audit.close()
+    lines = (tmp_path / audit_module.FILE_NAME).read_text().splitlines()
+    assert [json.loads(line)["what"] for line in lines] == ["begun", "ended"]
 
 
 def test_paths_match_names_and_nothing_else():

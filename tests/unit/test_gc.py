@@ -123,3 +123,28 @@ def test_of_too_many_bytes_the_longest_untouched_go_and_the_newest_stays() -> No
     assert not any(v.removes for v in plan(held, limits))
     alone = plan([Found("run folder", Path("r"), 10**12, 1.0)], limits)
     assert not alone[0].removes
+
+
+@pytest.mark.parametrize(
+    "last", [b'{"a": "' + b"\xc3\xa9" * 3000 + b'"}', b"\xff\xfe\xfd", b"[" * 4000]
+)
+def test_a_record_whose_end_cannot_be_read_stays_and_stops_nothing(disk: Path, last: bytes) -> None:
+    record = disk / "scheduler" / "runs" / "done" / "metrics.jsonl"
+    record.write_bytes(b'{"type": "end"}\n' + last + b"\n")
+    row = run()["scheduler/runs/done/metrics.jsonl"]
+    assert (row["removes"], row["reason"]) == (False, "the run has not ended")
+
+
+def test_a_scheduler_that_starts_after_we_looked_loses_nothing(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farflow.gc._used_by", lambda _: "")
+    state = disk / "scheduler"
+    with lock_folder(state):
+        rows = run("--apply", exit_status=1)
+    kept = ("events/term-00000001/start", "trajectory-log/turns/a.turns", "logs/weight-store.log")
+    assert all((state / name).exists() for name in kept)
+    assert "already used" in str(rows["scheduler/logs/weight-store.log"]["reason"])
+    assert not (state / "runs" / "done" / "metrics.jsonl").exists()
+    run("--apply")
+    assert not any((state / name).exists() for name in kept)

@@ -26,6 +26,7 @@ from edge_agent.weight_copy import WeightCopies
 from edge_agent.weights_client import WeightsClient
 from transport.chunk_parts import ChunkSource
 from transport.delivery_window import DeliveryWindow
+from transport.errors import EngineCrashed
 from transport.messages import Chunk, PlanStep, WeightsPlan
 from transport.runtime.clock import SystemClock
 from transport.weights.manifest import describe_file
@@ -123,6 +124,51 @@ def snapshot_plan(versions, target):
     files = PlanStep(manifest=catalogue, signature=b"", key_id="", files=(entry.name,))
     artefacts = first.step(first.manifest.of_kind("artefact"))
     return WeightsPlan(policy=POLICY, version=target, steps=(artefacts, proof, files))
+
+
+class Away(FakeEngine):
+    """Does not start ``times`` times."""
+
+    times = 0
+
+    async def load_policy(self, policy, folder, version, base=None):
+        if self.times:
+            self.times -= 1
+            raise EngineCrashed(f"{policy}: vLLM did not start")
+        await super().load_policy(policy, folder, version, base)
+
+
+@pytest.mark.asyncio
+async def test_a_copy_is_kept_while_its_engine_does_not_start(tmp_path, versions):
+    agent = Agent(tmp_path, versions, Away(4), p=str(versions.folder))
+    agent.engine.times = 3
+    swapped = await agent.bring(versions.plan(3))
+    assert (swapped.version, agent.in_engine()) == (3, versions.states[3])
+    await agent.engine.unload_policy(POLICY)
+    agent.engine.times = 3
+    opened = await agent.do(OpenCopy(policy=POLICY))
+    assert (opened.version, opened.digest) == (3, versions.ref(3).digest)
+    await agent.engine.unload_policy(POLICY)
+    agent.engine.times = 10**9  # tries end, too
+    assert (await agent.do(OpenCopy(policy=POLICY))).version is None
+    await agent.client.close()
+
+
+@pytest.mark.asyncio
+async def test_a_copy_that_is_not_wanted_any_more_is_not_waited_for(tmp_path, versions):
+    agent = Agent(tmp_path, versions, Away(4), p=str(versions.folder))
+    await agent.bring(versions.plan(3))
+    await agent.engine.unload_policy(POLICY)
+    agent.engine.times = 10**9
+    async with asyncio.TaskGroup() as tasks:
+        agent.client.perform(OpenCopy(policy=POLICY), tasks)
+        agent.client.perform(DiscardCopy(policy=POLICY, unload=True), tasks)
+    assert agent.engine.times == 10**9 - 1
+    assert agent.events.get_nowait().version is None
+    assert isinstance(agent.events.get_nowait(), CopyDiscarded)
+    agent.engine.times = 1
+    assert (await agent.bring(versions.plan(3))).version == 3
+    await agent.client.close()
 
 
 @pytest.mark.asyncio

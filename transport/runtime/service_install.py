@@ -172,9 +172,12 @@ def give(folders: Sequence[Path], name: str) -> None:
         if len(folder.resolve().parts) <= 2:
             raise ConfigError(f"{folder}: too close to the root to be given to {name}")
         with store_errors("give away", folder):
-            for where, _, files in os.walk(folder):
-                for path in (where, *(os.path.join(where, file) for file in files)):
-                    os.chown(path, user.pw_uid, user.pw_gid, follow_symlinks=False)
+            # Whom it belongs to may replace a folder by a link meanwhile: no paths but root's.
+            linked = folder.is_symlink() and folder.lstat().st_uid == 0
+            for _, _, files, opened in os.fwalk(folder.resolve() if linked else folder):
+                os.chown(opened, user.pw_uid, user.pw_gid)
+                for file in files:
+                    os.chown(file, user.pw_uid, user.pw_gid, dir_fd=opened, follow_symlinks=False)
 
 
 def become(name: str) -> dict[str, Any]:
