@@ -107,7 +107,9 @@ async def run_daemon(
                     )
 
                 work = _incarnations(home, clock, links, make_shell, stop)
-                serving = asyncio.create_task(_serve_metrics(table.metrics_port, numbers))
+                serving = asyncio.create_task(
+                    serve_metrics(table.metrics_port, numbers.page, "trainer.metrics_port")
+                )
                 try:
                     return await (_lead(ranks, work) if isinstance(ranks, ProcessRanks) else work)
                 finally:
@@ -120,11 +122,6 @@ async def run_daemon(
     finally:
         if own_network:
             await network.close()
-
-
-async def _serve_metrics(port: int, numbers: LastNumbers) -> None:
-    if port:
-        await serve_metrics(port, numbers.page, "trainer.metrics_port")
 
 
 async def _follow(ranks: ProcessRanks, table: TrainerTable) -> int:

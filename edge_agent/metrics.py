@@ -39,9 +39,8 @@ def metrics_page(core: AgentCore, slots: int, now: float) -> bytes:
 
 async def serve(port: int, core: AgentCore, engine: Engine, clock: Clock) -> None:
     """Serve the page on ``port`` until cancelled; at 0 there is none."""
-    if port:
-        await serve_metrics(
-            port,
-            lambda: metrics_page(core, engine.slots, clock.monotonic_s()),
-            "agent.metrics_port",
-        )
+    await serve_metrics(
+        port,
+        lambda: metrics_page(core, engine.slots, clock.monotonic_s()),
+        "agent.metrics_port",
+    )

@@ -214,12 +214,11 @@ async def _run_parts(
 
 
 async def _serve_metrics(port: int, service: Service) -> None:
-    if port:
-        await serve_metrics(
-            port,
-            lambda: page("service", {"farflow_service_happened_total": _happened(service)}),
-            "scheduler.services_metrics_port",
-        )
+    await serve_metrics(
+        port,
+        lambda: page("service", {"farflow_service_happened_total": _happened(service)}),
+        "scheduler.services_metrics_port",
+    )
 
 
 def _happened(service: Service) -> list[Sample]:

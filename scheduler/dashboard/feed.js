@@ -46,7 +46,7 @@ export class Feed {
       try {
         await this.read((kind, data, id) => {
           retry = FIRST_RETRY_MS;
-          tell("");
+          tell(kind === "unreachable" ? `The scheduler does not answer (${data.message})` : "");
           hear(kind, data, id);
         });
         tell("The scheduler closed the stream; asking again");

@@ -85,14 +85,16 @@ class _Reader:
                 parts.append(missed_event(lost))
             parts += [one.encoded for one in told[:BATCH] if self._wanted(one)]
             position += min(BATCH, len(told))
-            snapshot = feed.snapshot
-            if snapshot is not None and snapshot.number != number:
-                number = snapshot.number
-                parts.append(b"event: status\ndata: %b\n\n" % snapshot.encoded)
             if (feed.trouble is not None) is not trouble:
                 trouble = not trouble
                 if feed.trouble is not None:
                     parts.append(_unreachable(str(feed.trouble)))
+                else:
+                    number = -1  # the status says that it is over, though it be the same
+            snapshot = feed.snapshot
+            if snapshot is not None and snapshot.number != number:
+                number = snapshot.number
+                parts.append(b"event: status\ndata: %b\n\n" % snapshot.encoded)
             if not parts and clock.monotonic_s() - self._wrote_s >= HEARTBEAT_S:
                 parts.append(_COMMENT)
             if parts:

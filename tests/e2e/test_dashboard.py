@@ -329,3 +329,18 @@ def test_the_gateway_may_end_and_the_page_goes_on(browser, deployment):
         assert found == list(range(found[0], found[0] - len(found), -1)), "none is missing"
         go(page, "overview")
         expect(page.locator(".tile b").first).to_have_text(f"{AGENTS} / {AGENTS}")
+
+
+def test_a_scheduler_that_does_not_answer_is_told_of_and_what_is_shown_not_taken_for_now(
+    browser, deployment
+):
+    scheduler = deployment.started.process.pid
+    with opened(browser, deployment, in_(deployment), refusals=True) as page:
+        expect(page.locator(".tile b").first).to_have_text(f"{AGENTS} / {AGENTS}")
+        expect(page.locator("#connection")).to_be_empty()
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            expect(page.locator("#connection")).to_contain_text("scheduler does not answer")
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+        expect(page.locator("#connection")).to_be_empty()

@@ -19,8 +19,10 @@ _log = structlog.get_logger()
 
 
 async def serve_metrics(port: int, page: Callable[[], bytes], setting: str) -> None:
-    """Serve ``GET /metrics`` on ``port`` until cancelled; returns at once where the port cannot be
-    had, and says so with the ``setting`` to change."""
+    """Serve ``GET /metrics`` on ``port`` until cancelled. Returns at once for port 0, and where the
+    port cannot be had, which it says with the ``setting`` to change."""
+    if not port:
+        return
     from aiohttp import web
 
     async def handle(request: web.BaseRequest) -> web.Response:
