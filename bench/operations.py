@@ -180,7 +180,8 @@ def request_rows(deployment: Busy, quick: bool) -> list[Row]:
 
 
 def scrape_rows() -> list[Row]:
-    """Scrapes with a status that is new each time, as once in 15 s."""
+    """Scrapes with a status that is new each time, as once in 15 s. From the third on the gateway
+    expects them, and has asked for it half a second before."""
     with busy(SCRAPED_AGENTS, SCRAPED_AGENTS) as deployment, closing(Asking(deployment)) as asking:
         took = []
         for _ in range(SCRAPES):

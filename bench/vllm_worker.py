@@ -27,7 +27,6 @@ class NativeExtension(FarflowExtension):
             for name, shape in shapes.items()
         ]
         began_s = time.monotonic()
-        load_checkpoint_weight_patches(
-            self.weight_transfer_engine.model, patches, validate_unique_indices=False
-        )
+        model = self.get_model()  # type: ignore[attr-defined]  # of the worker that it is part of
+        load_checkpoint_weight_patches(model, patches, validate_unique_indices=False)
         return time.monotonic() - began_s

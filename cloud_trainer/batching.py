@@ -80,6 +80,25 @@ class MicroBatch:
             advantage=self.advantage[:0],
         )
 
+    def every(self, step: int) -> tuple["MicroBatch", NDArray[np.intp]]:
+        """Every ``step``-th row, and the places of its tokens among [trained]."""
+        chosen = np.flatnonzero(self.row % step == 0)
+        sequences = self.row[np.cumsum(self.lengths) - 1] % step == 0
+        part = replace(
+            self,
+            tokens=self.tokens[::step],
+            targets=self.targets[::step],
+            sibling=self.sibling[sequences],
+            lengths=self.lengths[sequences],
+            row=self.row[chosen] // step,
+            column=self.column[chosen],
+            behaviour=self.behaviour[chosen],
+            advantage=self.advantage[chosen],
+            takes_part=None,
+            returns=None,
+        )
+        return part, chosen
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -101,6 +101,10 @@ class EmulatedTrainer:
         """Nothing: no engine draws from these weights alone."""
         return ()
 
+    def moved(self) -> float | None:
+        """See ``Trainer.moved``."""
+        return None
+
     def artefacts(self) -> dict[str, bytes]:
         """See ``Trainer.artefacts``."""
         return self._artefacts

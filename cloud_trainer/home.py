@@ -1,6 +1,6 @@
 """A trainer's folder: what it starts from, and what it may write.
 
-    FOLDER/incarnation   how often this trainer was started (or the time, if that is more)
+    FOLDER/incarnation   how often this trainer was started (or the time in ms, if that is more)
     FOLDER/checkpoints, FOLDER/lineage   see ``cloud_trainer.checkpoints``
     FOLDER/outbox        see ``cloud_trainer.outbox``
     FOLDER/metrics.jsonl see ``cloud_trainer.tracking``

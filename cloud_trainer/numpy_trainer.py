@@ -177,6 +177,10 @@ class NumpyTrainer:
         """Nothing: no engine draws from these weights alone."""
         return ()
 
+    def moved(self) -> float | None:
+        """See ``Trainer.moved``."""
+        return None
+
     def artefacts(self) -> dict[str, bytes]:
         """See ``Trainer.artefacts``."""
         return self._artefacts

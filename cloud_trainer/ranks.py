@@ -175,6 +175,9 @@ class LeadTrainer:
     def drifts(self) -> tuple[GroupDrift, ...]:
         return self._trainer.drifts()
 
+    def moved(self) -> float | None:
+        return self._trainer.moved()
+
     def published_state(self) -> dict[str, TensorBytes]:
         with self._ranks.turn("publish"):
             self._ranks.send(PublishOrder())

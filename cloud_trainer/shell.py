@@ -70,6 +70,7 @@ class _Loaded(NamedTuple):
 class _Stepped(NamedTuple):
     metrics: dict[str, float]
     drifts: tuple[GroupDrift, ...]
+    moved: float | None
     weights: Tensors
     non_finite: str | None
 
@@ -292,9 +293,12 @@ class TrainerShell:
         self._checking.clear()
 
         def step() -> _Stepped:
-            metrics = self._model().step(groups)
-            weights = self._model().published_state()
-            return _Stepped(metrics, self._model().drifts(), weights, first_non_finite(weights))
+            model = self._model()
+            metrics = model.step(groups)
+            weights = model.published_state()
+            return _Stepped(
+                metrics, model.drifts(), model.moved(), weights, first_non_finite(weights)
+            )
 
         def done(stepped: _Stepped) -> None:
             finite = stepped.non_finite is None
@@ -302,8 +306,15 @@ class TrainerShell:
                 self._publisher.capture(order.step, stepped.weights)
             else:
                 _log.error("step.non_finite", step=order.step, tensor=stepped.non_finite)
-            facts, found = stepped.metrics, stepped.drifts
-            self._feed(on.StepFinished(step=order.step, metrics=facts, finite=finite, drifts=found))
+            self._feed(
+                on.StepFinished(
+                    step=order.step,
+                    metrics=stepped.metrics,
+                    finite=finite,
+                    drifts=stepped.drifts,
+                    moved=stepped.moved,
+                )
+            )
 
         self._workers.hand_over("model", step, done)
 

@@ -55,12 +55,16 @@ def accumulate(
     batch = replace(batch, micro_batches=tuple(mine))
     batch, decided = _decided(learner, batch, settings, device)
     divisor = _divisor(batch, settings)
-    for micro in batch.micro_batches:
+    count = len(batch.micro_batches)
+    for number, micro in enumerate(batch.micro_batches):
         with torch.set_grad_enabled(critic is None or not critic.warms_up):
             now, entropy = _forward(learner.model, learner, micro, settings, device)
             losses = _policy_losses(learner, micro, now, settings, device)
         if comparison is not None:
-            comparison.add(micro, now.detach().double().cpu().numpy())
+            before = now.detach().double().cpu().numpy()
+            comparison.add(micro, before)
+            if number == count // 2:  # the rows are sorted by length
+                comparison.keep_sample(micro, before, count)
         loss = whole = losses.loss / divisor
         if critic is not None and micro.returns is not None:
             values = _values(critic, micro, device)
@@ -75,6 +79,23 @@ def accumulate(
     if comparison is not None:
         comparison.sums = _total(learner, comparison.sums)
     return {**learner.spread.total(totals), **decided}
+
+
+def movement(
+    learner: Learner, comparison: Comparison, settings: TorchSettings, *, device: str
+) -> float:
+    """How far the update after ``accumulate`` moved the log-probabilities of a sample of its
+    tokens: the mean absolute change in nats, 0 where there was nothing to learn from. Every rank
+    calls it."""
+    import torch
+
+    if comparison.sample is None:
+        return 0.0
+    with torch.no_grad():
+        after, _ = _forward(learner.model, learner, comparison.sample, settings, device)
+    change, tokens = comparison.moved(after.double().cpu().numpy())
+    whole = learner.spread.total({"change": change, "tokens": float(tokens)})
+    return whole["change"] / max(1.0, whole["tokens"])
 
 
 def _policy_losses(

@@ -29,7 +29,7 @@ from cloud_trainer.optimizer_state import check_saved, restore, saved
 from cloud_trainer.presets import resolve_settings
 from cloud_trainer.ranks import Ranks, SingleRank
 from cloud_trainer.spread import spread_over
-from cloud_trainer.torch_gradients import accumulate
+from cloud_trainer.torch_gradients import accumulate, movement
 from cloud_trainer.torch_learner import Learner
 from cloud_trainer.torch_reference import load_reference
 from cloud_trainer.trainer import Arrays, TrainingSequence
@@ -72,6 +72,7 @@ class TorchTrainer:
         self._threads = threads
         self._updates = 0
         self._drifts: tuple[GroupDrift, ...] = ()
+        self._moved = 0.0
         self._learner: Learner | None = None
 
     def load(self, folder: Path) -> None:
@@ -129,6 +130,7 @@ class TorchTrainer:
         )
         self._drifts = comparison.drifts(batch.siblings)
         norm, skipped, lr = self._update(learner, batch)
+        self._moved = movement(learner, comparison, self.settings, device=self._spread.device)
         self.step_count += 1
         return {
             **({} if skipped else facts),
@@ -144,6 +146,10 @@ class TorchTrainer:
     def drifts(self) -> tuple[GroupDrift, ...]:
         """See ``Trainer.drifts``."""
         return self._drifts
+
+    def moved(self) -> float | None:
+        """See ``Trainer.moved``."""
+        return self._moved
 
     def published_state(self) -> dict[str, TensorBytes]:
         """See ``Trainer.published_state``."""

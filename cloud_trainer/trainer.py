@@ -53,7 +53,12 @@ class Trainer(Protocol):
 
     def drifts(self) -> tuple[GroupDrift, ...]:
         """How far the recorded log-probabilities of the last step's groups were from those of the
-        weights before it, by group and version; nothing from a trainer that cannot say."""
+        weights before it, by group and oldest version; nothing from a trainer that cannot say."""
+        ...
+
+    def moved(self) -> float | None:
+        """How far the last step moved the policy, in nats a token (``cloud_trainer.honesty``); None
+        from a trainer that cannot say."""
         ...
 
     def published_state(self) -> dict[str, TensorBytes]:

@@ -173,7 +173,7 @@ def enrol(token_file: str, folder: Path, name: str, new_key: bool, as_json: bool
 )
 @click.option("--json", "as_json", is_flag=True, help="Everything that was found, as JSON.")
 def doctor(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
-    """Find out what keeps this box from working, and say what to do about the first thing.
+    """Find out what keeps this box from working, and say what to do about it, the cause first.
 
     A running agent is not disturbed. Exit status: 0 nothing is wrong (warnings aside), 1 something
     is, 78 the configuration does not load.
@@ -181,7 +181,7 @@ def doctor(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) ->
     import asyncio
 
     from edge_agent.config import AgentConfig
-    from edge_agent.doctor import Doctor, Finding, first_wrong
+    from edge_agent.doctor import Doctor, Finding, first_wrong, what_to_do
     from transport.runtime.clock import SystemClock
     from transport.runtime.config import load_config
     from transport.runtime.logs import configure_logging
@@ -206,11 +206,8 @@ def doctor(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) ->
     else:
         for finding in findings:
             click.echo(f"{finding.state:<8} {finding.probe:<17} {finding.text}")
-        for finding in findings:
-            if finding.state == "warning":
-                click.echo(f"advice: {finding.probe}: {finding.remedy}")
-        if wrong is not None:
-            click.echo(f"first: {wrong.probe}: {wrong.text}\nremedy: {wrong.remedy}")
+        for line in what_to_do(findings):
+            click.echo(line)
     raise SystemExit(0 if wrong is None else EXIT_FAILED)
 
 
@@ -247,7 +244,8 @@ def install(
 
     Again it is an upgrade: key and agent.toml stay as they are, the unit is written anew and the
     agent started again. Nothing is started while `farflow agent doctor` finds something wrong (exit
-    status 1); what it says is printed, and the command can be given again.
+    status 1); what it says is printed, and the command can be given again. With --unit-folder, as
+    for an image, the unit is written whatever it says: this need not be the box that will run it.
     """
     from edge_agent.install import install_agent
     from transport.runtime.logs import configure_logging

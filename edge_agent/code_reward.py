@@ -8,7 +8,7 @@ shares an interpreter with the program, and is passed if it came to its end and 
 
 import asyncio
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from edge_agent.sandbox import ProgramTooLarge, SandboxLimits, run_python
 from transport.code_tests import CodeTest, CodeTests, tests_of
@@ -39,6 +39,36 @@ async def code_rewards(spec: CodeReward, pairs: Sequence[tuple[Item, str]]) -> l
         CodeNotRun: tests that cannot be run; names the item.
         SandboxBroken: no working sandbox.
     """
+    return [tested.reward for tested in await _all_tested(spec, pairs)]
+
+
+async def surely_lower(
+    spec: CodeReward, pairs: Sequence[tuple[Item, str]], recorded: Sequence[float]
+) -> list[float]:
+    """What another box ``recorded``, or the reward found here where it is lower for sure: the
+    programs were run twice, with the same reward, and no test that failed was out of time or killed
+    for what it used. A reward that was too low may be a box without time, so it is never found.
+
+    Raises as ``code_rewards``.
+    """
+    found = list(recorded)
+    first = await _all_tested(spec, pairs)
+    low = [n for n, one in enumerate(first) if one.sure and one.reward < recorded[n]]
+    second = await _all_tested(spec, [pairs[n] for n in low])
+    for n, again in zip(low, second, strict=True):
+        if again == first[n]:
+            found[n] = again.reward
+    return found
+
+
+class _Tested(NamedTuple):
+    """``sure``: no test ended for want of time or memory, which another box may have."""
+
+    reward: float
+    sure: bool
+
+
+async def _all_tested(spec: CodeReward, pairs: Sequence[tuple[Item, str]]) -> list[_Tested]:
     tests = [_tests(item) for item, _ in pairs]
     tasks = [
         asyncio.create_task(_reward(spec, item, wanted, response))
@@ -78,27 +108,29 @@ def _tests(item: Item) -> CodeTests:
         raise CodeNotRun(f"code, item {item.index}: {error}") from error
 
 
-async def _reward(spec: CodeReward, item: Item, wanted: CodeTests, response: str) -> float:
+async def _reward(spec: CodeReward, item: Item, wanted: CodeTests, response: str) -> _Tested:
     program = last_program(response)
     if program is None:
-        return 0.0
+        return _Tested(0.0, sure=True)
     limits = SandboxLimits(
         wall_s=wanted.time_limit_s or spec.time_limit_s,
         cpu_s=max(1, round(wanted.time_limit_s or spec.time_limit_s) + 1),
         memory_bytes=spec.memory_bytes,
     )
-    passed = 0
+    passed, sure = 0, True
     for test in wanted.tests:
         try:
             right, over = await _passes(program, test, limits)
         except ProgramTooLarge:
-            return 0.0
+            return _Tested(0.0, sure=True)
         except ToolError as error:
             raise SandboxBroken(f"code, item {item.index}: {error.code}: {error}") from error
         passed += right
+        sure = sure and not over
         if over or not (right or spec.share):
             break
-    return passed / len(wanted.tests) if spec.share else float(passed == len(wanted.tests))
+    reward = passed / len(wanted.tests) if spec.share else float(passed == len(wanted.tests))
+    return _Tested(reward, sure)
 
 
 async def _passes(program: str, test: CodeTest, limits: SandboxLimits) -> tuple[bool, bool]:

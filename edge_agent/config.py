@@ -1,5 +1,6 @@
 """Settings of an edge agent: its table ``[agent]`` and the shared ones."""
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -33,7 +34,7 @@ class VllmTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """``[agent.vllm]``: how vLLM is run; each policy has its own. ``dtype`` auto is the folder's;
     ``max_model_len`` is the longest prompt with its answer in tokens (0: the model's own);
     ``max_sequences`` bounds one policy's sequences in generation. A policy takes ``memory_share``
-    of the device's memory, or its own in ``memory_shares`` by name or id (their sum below 1), or,
+    of the device's memory, or its own in ``memory_shares`` by name or id (at most 1 in all), or,
     if ``kv_cache_gib`` is not 0, so much for the KV cache beside its weights. ``extra`` are
     further arguments of vLLM by the names of ``AsyncEngineArgs``."""
 
@@ -47,6 +48,13 @@ class VllmTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     enforce_eager: bool = False
     start_timeout_s: PositiveSeconds = 1800.0
     extra: dict[str, bool | int | float | str] = {}
+
+    def __post_init__(self) -> None:
+        total = math.fsum(self.memory_shares.values())
+        if total > 1.0:
+            shares = sorted(self.memory_shares.items())
+            fields = ", ".join(f"memory_shares.{name} = {share:g}" for name, share in shares)
+            raise ValueError(f"{fields}: together {total:g}, and there is 1; make them smaller")
 
 
 class OpenaiServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

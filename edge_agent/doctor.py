@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from edge_agent.config import AgentConfig
 from edge_agent.daemon import load_keys
-from edge_agent.engine_probes import Verdict, models_verdict, serving_verdict, vllm_memory_verdict
+from edge_agent.engine_probes import (
+    Verdict,
+    gpu_verdict,
+    models_verdict,
+    serving_verdict,
+    vllm_memory_verdict,
+)
 from edge_agent.enrol import (
     enrolled,
     enrolled_transport,
@@ -304,20 +310,7 @@ class Doctor:
     # ---- what generates ------------------------------------------------------------------------
 
     async def _gpu(self) -> str:
-        device = self._config.agent.device
-        if self._config.agent.engine == "fake" or not device.startswith("cuda"):
-            return f"not needed (agent.device = {device!r})"
-        query = "--query-gpu=name,memory.total,driver_version"
-        status, out = await _call(GPU_S, "nvidia-smi", query, "--format=csv,noheader")
-        if status is None:
-            raise _Wrong("no nvidia-smi here, or it hangs", "install the NVIDIA driver")
-        lines = [line.strip() for line in out.splitlines() if line.strip()]
-        if status != 0 or not lines:
-            raise _Wrong(f"nvidia-smi: {out[-200:].strip()}", "mend the NVIDIA driver")
-        index = device.partition(":")[2] or "0"
-        if index.isdigit() and int(index) >= len(lines):
-            raise _Wrong(f"agent.device = {device!r}, there are {len(lines)}", "name another one")
-        return "; ".join(lines)
+        return _found(await gpu_verdict(self._config.agent, partial(_call, GPU_S)))
 
     async def _engine(self) -> str:
         table = self._config.agent
@@ -365,13 +358,23 @@ class Doctor:
 
 def _found(verdict: Verdict) -> str:
     if verdict.remedy:
-        raise _Wrong(*verdict)
+        raise _Wrong(verdict.text, verdict.remedy, warning=verdict.warning)
     return verdict.text
 
 
 def first_wrong(findings: list[Finding]) -> Finding | None:
     """The first thing that keeps the agent from working; None on a healthy box."""
     return next((finding for finding in findings if finding.state == "wrong"), None)
+
+
+def what_to_do(findings: list[Finding]) -> list[str]:
+    """Lines with the remedy of each thing that is wrong or a warning, the cause first: what is
+    found wrong later may be right once the first is."""
+    lines = [f"advice: {one.probe}: {one.remedy}" for one in findings if one.state == "warning"]
+    for place, one in enumerate(one for one in findings if one.state == "wrong"):
+        lines.append(f"{'also' if place else 'first'}: {one.probe}: {one.text}")
+        lines.append(f"remedy: {one.remedy}")
+    return lines
 
 
 async def _call(within_s: float, *argv: str) -> tuple[int | None, str]:

@@ -76,7 +76,7 @@ def refuse_adapter(policy: str, base: Path | None) -> None:
     if base is not None:
         raise ModelError(
             f"{policy} is published as an adapter, which this engine does not take; set"
-            ' agent.engine = "torch", or lora.publish = "merged" for the policy'
+            ' agent.engine = "torch" or "vllm", or lora.publish = "merged" for the policy'
         )
 
 

@@ -19,14 +19,45 @@ Call = Callable[..., Awaitable[tuple[int | None, str]]]
 
 
 class Verdict(NamedTuple):
-    """``remedy`` is empty when all is well."""
+    """``remedy`` is empty when all is well; with ``warning`` the agent works nevertheless."""
 
     text: str
     remedy: str = ""
+    warning: bool = False
 
 
 SERVER_S: Final = 15.0
 """For each question to a server of the user's."""
+
+
+async def gpu_verdict(table: AgentTable, call: Call) -> Verdict:
+    """Whether the agent's GPU is there, and whether one is that it does not use."""
+    device = table.device
+    unused = Verdict(f"not needed (agent.device = {device!r})")
+    # A server of the user's is on whatever it is on.
+    engines = ("torch", "vllm") if device == "cpu" else ("torch", "vllm", "openai")
+    if table.engine not in engines or device.partition(":")[0] not in ("cpu", "cuda"):
+        return unused
+    query = "--query-gpu=name,memory.total,driver_version"
+    status, out = await call("nvidia-smi", query, "--format=csv,noheader")
+    lines = [line.strip() for line in out.splitlines() if line.strip()]
+    if device == "cpu":
+        if status != 0 or not lines:
+            return unused
+        return Verdict(
+            f"not used, as agent.device is 'cpu': {'; '.join(lines)}",
+            'set agent.device = "cuda", and agent.engine = "vllm" where vLLM is installed, if this'
+            " box is to generate with it",
+            warning=True,
+        )
+    if status is None:
+        return Verdict("no nvidia-smi here, or it hangs", "install the NVIDIA driver")
+    if status != 0 or not lines:
+        return Verdict(f"nvidia-smi: {out[-200:].strip()}", "mend the NVIDIA driver")
+    index = device.partition(":")[2] or "0"
+    if index.isdigit() and int(index) >= len(lines):
+        return Verdict(f"agent.device = {device!r}, there are {len(lines)}", "name another one")
+    return Verdict("; ".join(lines))
 
 
 async def serving_verdict(table: AgentTable, call: Call) -> Verdict:

@@ -3,7 +3,7 @@
 What always holds: a start never reuses an incarnation; one result per attempt is carried over, the
 one of the newest fence; what is damaged is thrown away and logged, never used.
 
-    FOLDER/incarnation      how often this agent was started (or the time, if that is more)
+    FOLDER/incarnation      how often this agent was started (or the time in ms, if that is more)
     FOLDER/spool/           finished groups (``edge_agent.spool``)
     FOLDER/drain.json       the deadline of a ``farflow agent drain`` under way
     FOLDER/weights/         copies of the policies' weights (``edge_agent.weight_copy``)

@@ -1,7 +1,8 @@
 """``farflow agent install``: from a token to an agent that systemd keeps running.
 
 What always holds: key and ``agent.toml`` that are there stay as they are; nothing is started that
-the doctor finds something wrong with.
+the doctor finds something wrong with. A unit for an image is started by nobody here, and written
+whatever the doctor finds on the machine that makes the image.
 """
 
 import asyncio
@@ -73,8 +74,13 @@ def install_agent(
     environment = {"XDG_CACHE_HOME": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
     found, healthy = _doctor(file, place, environment)
     lines += found
-    if not healthy:
+    if not healthy and not place.image:
         return [*lines, "not started"], False
+    if not healthy:  # it may lack here what the box has that the image is for, a GPU say
+        lines.append(
+            "warning: something is wrong on this machine, and the unit is written all the same, as"
+            f" for an image; where it is to run: farflow agent doctor --config {file}"
+        )
     unit = Service(
         name=service,
         description=f"farflow agent {facts.name}",

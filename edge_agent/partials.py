@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from transport.envelope import KIND_OF
 from transport.errors import LinkError
 from transport.messages import (
     Body,
@@ -51,12 +52,16 @@ class Partials:
         self._under_way: dict[str, tuple[str, float]] = {}  # attempt -> digest, since when
         self._fetches: dict[str, asyncio.Future[bytes | None]] = {}
         self.counters: Counter[str] = Counter()
+        self._wanted = True
 
     # ---- what the attempts say -----------------------------------------------------------------
 
     def keep(self, summary: PartialSummary, data: bytes) -> None:
         """See ``Keeper``."""
         self._drop(summary.attempt)
+        if not self._wanted:
+            self.counters["not_wanted"] += 1
+            return
         if self._held_bytes + len(data) > MAX_HELD_BYTES:
             self.counters["no_room"] += 1
             return
@@ -94,6 +99,11 @@ class Partials:
             case _:
                 return False
         return True
+
+    def peer_knows(self, kinds: bytes) -> None:
+        """Which kinds of messages the log knows (none: not said); one that is too old for turns is
+        sent none."""
+        self._wanted = not kinds or {KIND_OF[PartialPut], KIND_OF[PartialOffer]} <= set(kinds)
 
     def link_changed(self, up: bool) -> None:
         """What was under way over the last connection is lost."""

@@ -18,7 +18,7 @@ from typing import ClassVar
 import msgspec
 import structlog
 
-from edge_agent.code_reward import code_rewards
+from edge_agent.code_reward import code_rewards, surely_lower
 from edge_agent.reward_worker import (
     MAX_FRAME_BYTES,
     SIZE_BYTES,
@@ -162,6 +162,15 @@ class RewardPool:
         if len(reply.rewards) != len(request.pairs):
             raise RewardCrashed(f"{len(reply.rewards)} rewards for {len(request.pairs)} responses")
         return list(reply.rewards)
+
+    async def score_again(
+        self, spec: RewardSpec, pairs: Sequence[tuple[Item, str]], recorded: Sequence[float]
+    ) -> list[float]:
+        """The same for responses that another agent has scored: what it ``recorded`` where nothing
+        certain is found. Raises as ``score``."""
+        if spec.name == "code":
+            return await surely_lower(spec.code or CodeReward(), pairs, recorded)
+        return await self.score(spec, pairs)
 
     async def close(self) -> None:
         """Kill every process; what waits for one fails."""

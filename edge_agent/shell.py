@@ -74,9 +74,11 @@ from transport.messages import (
     NextServerKey,
     Plane,
     Refuse,
+    Role,
     WeightsRequest,
     Welcome,
 )
+from transport.permissions import unknown_to
 from transport.plane_links import PlaneLinks
 from transport.runtime.clock import Clock
 from transport.runtime.log_ring import LogRing
@@ -237,6 +239,10 @@ class AgentShell:
     def _from_scheduler(self, message: Message, payload: list[bytes]) -> None:
         if isinstance(message, Welcome):
             _log.info("agent.welcome", term=message.term, policies=message.policies)
+            lacks = unknown_to(message.kinds, Role.AGENT)
+            if lacks:
+                _log.warning("agent.older_scheduler", lacks=lacks, remedy="upgrade its host first")
+            self._uploader.partials.peer_knows(message.kinds)
         if self._trust.take(message):
             self._group.create_task(asyncio.to_thread(self._trust.keep), name="keep keys")
         if isinstance(message, NextServerKey):
@@ -246,6 +252,8 @@ class AgentShell:
         self.feed(FromScheduler(message=message))
 
     def _from_log(self, message: Message, payload: list[bytes]) -> None:
+        if isinstance(message, Refuse):
+            _log.warning("agent.log_refused", code=message.code, reason=message.message)
         if not self._uploader.took(message, payload):
             self.feed(FromTrajectoryLog(message=message))
 

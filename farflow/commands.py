@@ -16,6 +16,7 @@ from transport.errors import ConfigError
 
 if TYPE_CHECKING:
     from scheduler.operator import Operator
+    from transport.runs import RunSpec
 
 
 @click.command()
@@ -160,9 +161,13 @@ def run_ls(
         rows = [{"name": r.name, "state": r.state, "reason": r.reason} for r in runs]
         click.echo(json.dumps(rows))
         return
-    for run in runs:
-        steps = ", ".join(f"{p.policy} {p.step}/{p.steps}" for p in run.policies)
-        click.echo(f"{run.name}\t{run.state}\t{steps}\t{run.reason}")
+    from farflow.listing import print_list
+
+    shown = [
+        (r.name, r.state, ", ".join(f"{p.policy} {p.step}/{p.steps}" for p in r.policies), r.reason)
+        for r in runs
+    ]
+    print_list(("run", "state", "steps", "reason"), shown)
     if not runs:
         click.echo("no runs", err=True)
 
@@ -204,10 +209,19 @@ def config_group() -> None:
 @set_option
 @json_option
 def config_check(file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Check every table of FILE without starting anything."""
-    values, _ = _resolve(file, overrides)
-    facts = {"file": str(file), "valid": True, "settings": len(values)}
-    click.echo(json.dumps(facts) if as_json else f"{file}: ok")
+    """Check every table of FILE without starting anything.
+
+    Modules of your own that it names are imported, as a daemon would here, and what they hold is
+    checked like what ships; those that cannot be imported here are named and refused by nobody.
+    """
+    values, _, unchecked = _resolve(file, overrides, own_code=True)
+    facts = {"file": str(file), "valid": True, "settings": len(values), "not_checked": unchecked}
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for text in unchecked:
+        click.echo(f"warning: not checked here: {text}", err=True)
+    click.echo(f"{file}: ok" + (", but for what was not checked here" if unchecked else ""))
 
 
 @config_group.command("show")
@@ -216,7 +230,7 @@ def config_check(file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 @json_option
 def config_show(file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print every value of FILE, defaults included, and where it comes from."""
-    values, origins = _resolve(file, overrides)
+    values, origins, _ = _resolve(file, overrides)
     for key, value in values:
         origin = origins.get(key, "default")
         if as_json:
@@ -250,20 +264,27 @@ def config_alerts() -> None:
 
 
 def _resolve(
-    file: Path, overrides: tuple[str, ...]
-) -> tuple[list[tuple[str, Any]], dict[str, str]]:
-    """Every dotted key and value of a file that passes all checks, and the origins."""
+    file: Path, overrides: tuple[str, ...], *, own_code: bool = False
+) -> tuple[list[tuple[str, Any]], dict[str, str], list[str]]:
+    """Every dotted key and value of a file that passes all checks, the origins, and with
+    ``own_code`` what of it could not be checked here."""
     from transport.runtime.config import collect
 
     data, origins = collect([file], overrides)
     try:
-        return _checked(file, data), origins
+        values, spec = _checked(file, data)
+        if not own_code:
+            return values, origins, []
+        from farflow.own_code import check_own_code
+
+        return values, origins, check_own_code(data, spec)
     except ConfigError as error:
         raise ConfigError(f"{file}{' with --set' if overrides else ''}: {error}") from error
 
 
-def _checked(file: Path, data: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Raises ConfigError for the first key that is wrong."""
+def _checked(file: Path, data: dict[str, Any]) -> "tuple[list[tuple[str, Any]], RunSpec | None]":
+    """Every dotted key and value, and the run if the file has one. Raises ConfigError for the
+    first key that is wrong."""
     import msgspec
 
     from cloud_trainer.config import TrainerConfig
@@ -288,7 +309,7 @@ def _checked(file: Path, data: dict[str, Any]) -> list[tuple[str, Any]]:
     for kind in kinds:
         own = {name: data[name] for name in kind.__struct_fields__ if name in data}
         merged.update(msgspec.to_builtins(convert(own, kind)))
-    return _leaves(merged)
+    return _leaves(merged), spec
 
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

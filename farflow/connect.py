@@ -92,7 +92,8 @@ def _key_path(transport: "TransportConfig", key: Path | None, role: str) -> Path
     path = key or Path(transport.keys) / f"{role}.toml"
     if not path.is_file():
         raise ConfigError(
-            f"{role} key {path}: no such file; name it with --key, or the folder "
-            "with --set transport.keys=FOLDER"
+            f"{role} key {path}: no such file; name it with --key, or the folder with --set"
+            " transport.keys=FOLDER, or make one where the deployment's keys are: farflow keys add"
+            f" {role} --role {role}"
         )
     return path

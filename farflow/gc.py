@@ -1,13 +1,13 @@
 """``farflow gc``: removes what is older or larger than ``[retention]`` allows.
 
 What always holds: without ``--apply`` nothing is changed; a folder is claimed before it is removed,
-so that nothing is started in it meanwhile; symbolic links are not followed.
+so that nothing is started in it meanwhile; below the folders that are named no symbolic link is
+followed, so that nothing elsewhere is removed.
 """
 
 import contextlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ import click
 from farflow.options import config_option, json_option, set_option
 
 if TYPE_CHECKING:
-    from farflow.gc_plan import Found
+    from farflow.gc_plan import Found, Kind
     from scheduler.config import SchedulerTable
 
 _TAIL_BYTES: Final = 4096
@@ -106,28 +106,32 @@ def _run_folders(runs: Path, now_s: float) -> Iterator["Found"]:
 
 
 def _scheduler(table: "SchedulerTable", now_s: float) -> Iterator["Found"]:
+    from farflow.gc_files import LINKED, link_below
     from farflow.gc_plan import Found
 
     folder = Path(table.folder)
     used = _used_by(folder)
-    for path in _children(folder / "runs"):
-        record = path / "metrics.jsonl"
-        if record.is_file():
-            size_bytes, idle_s = _measure(record, now_s)
-            holds = "" if _has_ended(record) else "the run has not ended"
-            yield Found("record", record, size_bytes, idle_s, holds)
-    terms = sorted(path for path in _children(folder / "events") if path.match(_TERM))
-    for path in terms:
-        size_bytes, idle_s = _measure(path, now_s)
-        holds = "the newest term" if path == terms[-1] else used
-        yield Found("event log", path, size_bytes, idle_s, holds)
-    for pattern, kind in (("trajectory-log/**/*.turns", "partial"), ("logs/*.log", "log")):
-        for path in sorted(folder.glob(pattern)):
-            if path.is_file() and not path.is_symlink():
-                size_bytes, idle_s = _measure(path, now_s)
-                yield Found(
-                    "partial" if kind == "partial" else "log", path, size_bytes, idle_s, used
-                )
+    inner: tuple[tuple[str, Kind], ...] = (
+        ("runs", "record"),
+        ("events", "event log"),
+        ("trajectory-log", "partial"),
+        ("logs", "log"),
+    )
+    for name, kind in inner:
+        if (folder / name).is_symlink():
+            yield Found(kind, folder / name, 0, 0.0, LINKED)
+            continue
+        found = sorted(_things(folder / name, kind))
+        for path in found:
+            size_bytes, idle_s = _measure(path, now_s)
+            holds = used
+            if link_below(folder, path):
+                holds = LINKED
+            elif kind == "record":
+                holds = "" if _has_ended(path) else "the run has not ended"
+            elif kind == "event log" and path == found[-1]:
+                holds = "the newest term"
+            yield Found(kind, path, size_bytes, idle_s, holds)
     for name, setting in (
         ("trajectory-log/bodies", "scheduler.trajectory_disk_bytes"),
         ("weight-store", "scheduler.keep_versions_max"),
@@ -136,6 +140,19 @@ def _scheduler(table: "SchedulerTable", now_s: float) -> Iterator["Found"]:
         if (folder / name).exists():
             size_bytes, idle_s = _measure(folder / name, now_s)
             yield Found("bounded", folder / name, size_bytes, idle_s, f"bounded by {setting}")
+
+
+def _things(folder: Path, kind: "Kind") -> Iterator[Path]:
+    """What there is of a kind in one of a scheduler's folders."""
+    if kind == "record":
+        for run in _children(folder):
+            if (run / "metrics.jsonl").is_file():
+                yield run / "metrics.jsonl"
+    elif kind == "event log":
+        yield from (path for path in _children(folder) if path.match(_TERM))
+    else:
+        pattern = "**/*.turns" if kind == "partial" else "*.log"
+        yield from (path for path in folder.glob(pattern) if path.is_file())
 
 
 def _children(folder: Path) -> list[Path]:
@@ -187,17 +204,16 @@ def _has_ended(record: Path) -> bool:
 def _remove(found: "Found", scheduler: Path) -> str:
     """Why it could not be removed, "" when it is gone. What a running daemon may have open goes
     while the folder ``scheduler`` is ours: one may have started since we looked."""
+    from farflow.gc_files import remove_below
     from transport.errors import StoreError
     from transport.runtime.files import lock_folder
 
+    run = found.kind == "run folder"
     try:
-        claimed = found.path if found.kind == "run folder" else scheduler
+        claimed = found.path if run else scheduler
         # The record of a finished run is closed, whoever runs.
         with contextlib.nullcontext() if found.kind == "record" else lock_folder(claimed):
-            if found.path.is_dir():
-                shutil.rmtree(found.path)
-            else:
-                found.path.unlink()
+            remove_below(found.path.parent if run else scheduler, found.path)
     except (OSError, StoreError) as error:
         return f"not removed: {error}"
     return ""

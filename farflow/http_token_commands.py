@@ -41,13 +41,10 @@ def http_create(
 ) -> None:
     """Make a token called NAME. It counts within a second, is shown once and kept nowhere."""
     from scheduler.gateway.access import HttpRole, create_token
-    from transport.key_files import write_new
 
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}: exists; choose another name")
-    secret = create_token(_keys(files, overrides), name, HttpRole(role))
-    if out is not None:
-        write_new(out, f"{secret}\n", mode=0o600)
+    secret = create_token(_keys(files, overrides), name, HttpRole(role), out)
     if as_json:
         told = {"token": secret} if out is None else {"file": str(out)}
         click.echo(json.dumps({"name": name, "role": role, **told}))
@@ -71,8 +68,9 @@ def http_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) 
     if as_json:
         click.echo(json.dumps([{"name": one.name, "role": one.role.value} for one in tokens]))
         return
-    for one in tokens:
-        click.echo(f"{one.name}\t{one.role.value}")
+    from farflow.listing import print_list
+
+    print_list(("name", "role"), [(one.name, one.role.value) for one in tokens])
     if not tokens:
         click.echo("no tokens", err=True)
 

@@ -1,6 +1,7 @@
 """``farflow init``: the folder of a new deployment, with its file and keys."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -53,7 +54,7 @@ def init(folder: Path, host: str, trainers: tuple[str, ...], as_json: bool) -> N
     click.echo(f"{'wrote' if fresh else 'kept, as it was there'}: {file}")
     click.echo(f"keys in {folder / 'keys'}")
     click.echo("next:")
-    for line in next_commands(file, host):
+    for line in next_commands(file, host, trainers):
         click.echo(f"  {line}")
 
 
@@ -72,9 +73,11 @@ def deployment_text(folder: Path, host: str) -> str:
     )
 
 
-def next_commands(file: Path, host: str) -> list[str]:
-    """What to type after ``init``, a command with a remark each."""
+def next_commands(file: Path, host: str, trainers: Sequence[str] = ()) -> list[str]:
+    """What to type after ``init``, a command with a remark each; ``trainers`` have keys."""
     import shlex
+
+    from farflow.token_commands import GPU_OPTIONS
 
     config = f"--config {shlex.quote(str(file))}"
     told = "" if _listen(host) == host else f" --host {shlex.quote(host)}"
@@ -82,10 +85,44 @@ def next_commands(file: Path, host: str) -> list[str]:
         f"farflow config check {shlex.quote(str(file))}",
         f"farflow scheduler run {config}   # or: farflow scheduler install {config}",
         f"farflow token create {config}{told} --out box1.token   # for each box",
-        "farflow agent install --token-file box1.token   # on the box",
+        "farflow agent install --token-file box1.token   # on the box; with a GPU: " + GPU_OPTIONS,
+        *_trainer_commands(file, host, trainers),
         f"farflow run submit RUN.toml {config}",
         f"farflow top {config}",
     ]
+
+
+def _trainer_commands(file: Path, host: str, trainers: Sequence[str]) -> list[str]:
+    """How each trainer is started: here, or with copies of its keys where its GPU is."""
+    import shlex
+
+    if not trainers:
+        again = f"farflow init {shlex.quote(str(file.parent))} --trainer RUN/POLICY"
+        return [f"{again}   # keys for the trainer of each policy"]
+    here = _listen(host) == host
+    folder = file.parent / "keys" if here else Path("keys")
+    lines = []
+    for policy in trainers:
+        name = f"trainer-{policy.replace('/', '-')}.toml"
+        if not here:
+            own = file.parent / "keys"
+            found = (own / "server.public.toml", own / name)
+            lines += [
+                "mkdir -p keys/signing   # on the trainer's host, and bring there:",
+                f"#   to keys: {' '.join(shlex.quote(str(path)) for path in found)}",
+                f"#   to keys/signing: {shlex.quote(str(own / 'signing' / name))}",
+            ]
+        settings = {
+            **({} if here else {"transport.host": host}),
+            "trainer.policy": policy,
+            "trainer.key": str(folder / name),
+            "trainer.signing_key": str(folder / "signing" / name),
+        }
+        told = [f"--set {shlex.quote(f'{key}={value}')}" for key, value in settings.items()]
+        config = [f"--config {shlex.quote(str(file))}"] if here else []
+        remark = "  # with a GPU: --set trainer.device=cuda"
+        lines.append(" ".join(["farflow trainer run", *config, *told, remark]))
+    return lines
 
 
 def _listen(host: str) -> str:

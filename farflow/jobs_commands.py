@@ -8,7 +8,7 @@ Exit status: 0 done, 1 the scheduler refused a part or a job ended without a res
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from farflow.client import Client, JobReceipt, JobResult, Results
+    from farflow.listing import Lines
     from scheduler.operator import Operator
     from transport.messages import DeadLetter
 
@@ -70,6 +71,7 @@ def submit(
     shown, and confirmed, too.
     """
     from farflow.job_file import read_jobs
+    from farflow.listing import Lines
 
     if bodies is not None and not wait:
         raise click.UsageError("--bodies goes with --wait, or with `farflow results`")
@@ -88,10 +90,12 @@ def submit(
         if not wait:
             return not refused
         good, last = True, 0
+        lines = None if as_json else Lines(_RESULT)
         try:
             async with asyncio.timeout(timeout):
                 async for result in client.results(until="done"):
-                    await _say_result(client, result, bodies, as_json=as_json)
+                    await _keep_body(client, result, bodies)
+                    _say_result(result, lines)
                     last = result.number
                     if result.run == run and result.id in wanted:
                         wanted.discard(result.id)
@@ -149,10 +153,16 @@ def results(
     if not follow and (cursor is not None or timeout is not None):
         raise click.UsageError("--cursor and --timeout go with --follow")
 
+    from farflow.listing import Lines, print_list
+
     async def once(client: "Client") -> None:
         page: Results = await client.page(after, limit=limit)
         for result in page.results:
-            await _say_result(client, result, bodies, as_json=as_json)
+            await _keep_body(client, result, bodies)
+            if as_json:
+                _say_result(result, None)
+        if not as_json:
+            print_list(_RESULT, map(_cells, page.results))
         shown = page.results[-1].number if page.results else after
         more = ", more with --after" if shown < page.last else ""
         click.echo(
@@ -163,8 +173,10 @@ def results(
         )
 
     async def forever(client: "Client") -> None:
+        lines = None if as_json else Lines(_RESULT)
         async for result in client.results(after, cursor=cursor):
-            await _say_result(client, result, bodies, as_json=as_json)
+            await _keep_body(client, result, bodies)
+            _say_result(result, lines)
 
     async def follow_on(client: "Client") -> None:
         try:
@@ -218,24 +230,33 @@ def _say_receipts(
     return len(refused)
 
 
-async def _say_result(
-    client: "Client", result: "JobResult", bodies: Path | None, *, as_json: bool
-) -> None:
+_RESULT: Final = ("number", "run", "id", "state", "reward", "tokens", "attempts", "agent")
+
+
+def _say_result(result: "JobResult", lines: "Lines | None") -> None:
+    """A row of ``lines``, or JSON without them."""
     import msgspec
 
+    if lines is None:
+        click.echo(msgspec.json.encode(result))
+    else:
+        lines.add(*_cells(result))
+
+
+def _cells(result: "JobResult") -> "Sequence[str]":
+    """By ``_RESULT``; the code of what failed instead of a reward."""
+    rewards = result.rewards
+    return (
+        *(str(result.number), result.run, result.id, result.state),
+        f"{sum(rewards) / len(rewards):.3f}" if rewards else result.code,
+        *(str(sum(result.lengths)), str(result.attempts), result.agent),
+    )
+
+
+async def _keep_body(client: "Client", result: "JobResult", bodies: Path | None) -> None:
     if bodies is not None and result.digest:
         packed = await client.packed(result)
         await asyncio.to_thread(_keep, bodies / result.run / f"{result.id}.fftg", packed)
-    if as_json:
-        click.echo(msgspec.json.encode(result))
-        return
-    rewards = result.rewards
-    mean = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else (result.code or "-")
-    click.echo(
-        f"{result.number}\t{result.run}\t{result.id}\t{result.state}\t{mean}\t"
-        f"{counted(sum(result.lengths), 'token')}\t{counted(result.attempts, 'attempt')}\t"
-        f"{result.agent or '-'}"
-    )
 
 
 def _keep(path: Path, data: bytes) -> None:
@@ -270,20 +291,21 @@ def dead_ls(
     """List the dead letters of RUN, or of all runs."""
     import msgspec
 
-    from farflow.view import printable
+    from farflow.listing import print_list
 
     async def action(operator: "Operator") -> "list[DeadLetter]":
         return await operator.dead_letters(run, most=most)
 
     letters = with_operator(files, overrides, key, action)
-    for letter in letters:
-        if as_json:
+    if as_json:
+        for letter in letters:
             click.echo(msgspec.json.encode(letter))
-        else:
-            prompt = " ".join(letter.prompt.split())[:60]
-            tries = counted(len(letter.attempts), "attempt")
-            line = f"{letter.job}\t{tries}\t{letter.reason}\t{prompt}"
-            click.echo(printable(line))
+    else:
+        rows = [
+            (one.job, str(len(one.attempts)), one.reason, " ".join(one.prompt.split())[:60])
+            for one in letters
+        ]
+        print_list(("job", "attempts", "reason", "prompt"), rows)
     if not letters:
         click.echo("no dead letters", err=True)
 

@@ -108,8 +108,10 @@ def keys_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) 
     if as_json:
         click.echo(json.dumps(rows))
         return
-    for row in rows:
-        click.echo(f"{row['name']}\t{row['role']}\t{row['policy'] or '-'}\t{row['state']}")
+    from farflow.listing import print_list
+
+    heads = ("name", "role", "policy", "state")
+    print_list(heads, [[row[head] or "" for head in heads] for row in rows])
 
 
 @keys_group.command("revoke")

@@ -45,7 +45,8 @@ class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     from those of a trainer's weights by ``max_drift`` nats a token, in the mean over
     ``drift_tokens`` tokens; more is evidence against it (0: not looked at). Of the share
     ``recheck_rewards`` of training groups another agent finds the rewards again, as far as they are
-    functions of item and response (docs/operations.md)."""
+    functions of item and response (docs/operations.md). Where ``recheck_by`` names agents, only
+    they are asked, and what they find is the truth; else two of three agents must agree."""
 
     name: str
     mode: Literal["async", "sync"] = "async"
@@ -62,6 +63,7 @@ class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_drift: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.1
     drift_tokens: Annotated[int, Meta(ge=1, le=10**9)] = 1000
     recheck_rewards: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.02
+    recheck_by: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
     require: Annotated[dict[str, tuple[str, ...]], Meta(max_length=64)] = {}
     curators: Annotated[tuple[AlgorithmSpec, ...], Meta(max_length=16)] = ()
 

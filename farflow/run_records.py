@@ -10,23 +10,26 @@ from typing import Any, Final
 
 import msgspec
 
-from transport.errors import ConfigError
+from transport.errors import ConfigError, StoreError
 from transport.ids import policy_name
 from transport.runs import HELD_OUT
+from transport.runtime.files import folder_holder
 from transport.status import EvaluationStatus, StepStatus
 
 FILE_NAME: Final = "metrics.jsonl"
+_UP_RECORDS: Final = "state/scheduler/runs"
 LAST_STEPS: Final = 10
 """Over how many of the last steps the final reward is the mean."""
 _MAX_LINE_BYTES: Final = 1 << 20
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy of a recorded run. ``state`` is why the run ended, or "open"; ``hours`` from the
-    run's first record to its last; ``accuracy_*`` of the first and last ``held-out`` evaluation;
-    ``reward`` the mean of the last ``LAST_STEPS`` steps; ``busy_share`` the part of its time that
-    the trainer trained; ``trained_tokens`` of the policy; ``tokens`` that agents generated and
-    ``cost_usd`` are the whole run's (None where its end is not recorded); ``rewards`` by step."""
+    """One policy of a recorded run. ``state`` is why the run ended, "open" where that is not
+    recorded, or "interrupted" where `farflow up` was left before it; ``hours`` from the run's first
+    record to its last; ``accuracy_*`` of the first and last ``held-out`` evaluation; ``reward`` the
+    mean of the last ``LAST_STEPS`` steps; ``busy_share`` the part of its time that the trainer
+    trained; ``trained_tokens`` of the policy; ``tokens`` that agents generated and ``cost_usd`` are
+    the whole run's (None where its end is not recorded); ``rewards`` by step."""
 
     run: str
     policy: str
@@ -49,7 +52,8 @@ class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         """``RUN`` or, where the run's folder is called otherwise, ``FOLDER``; with the policy."""
-        return f"{Path(self.file).parent.name}/{policy_name(self.policy)}"
+        file = Path(self.file)
+        return f"{(_up_folder(file) or file.parent).name}/{policy_name(self.policy)}"
 
 
 class _Line(msgspec.Struct):
@@ -65,7 +69,8 @@ class _End(msgspec.Struct):
 
 def find_records(paths: Iterable[Path]) -> list[Path]:
     """The ``metrics.jsonl`` that are meant by a file, a run's folder, a folder of such folders, or
-    a scheduler's folder; each once, in the order of the names.
+    a scheduler's folder; each once, in the order of the names. A run of `farflow up` that did not
+    end has its records still with its scheduler.
 
     Raises:
         ConfigError: there is none.
@@ -75,8 +80,12 @@ def find_records(paths: Iterable[Path]) -> list[Path]:
         if path.is_file():
             own = [path]
         else:
-            patterns = (FILE_NAME, f"*/{FILE_NAME}", f"runs/*/{FILE_NAME}")
-            own = next((files for p in patterns if (files := sorted(path.glob(p)))), [])
+            within = (child for child in sorted(path.glob("*")) if child.is_dir())
+            own = (
+                _of_run(path)
+                or [file for child in within for file in _of_run(child)]
+                or sorted(path.glob(f"runs/*/{FILE_NAME}"))
+            )
         if not own:
             raise ConfigError(
                 f"{path}: no {FILE_NAME} there, in its folders or in its runs; name a run's folder,"
@@ -84,6 +93,30 @@ def find_records(paths: Iterable[Path]) -> list[Path]:
             )
         found.update(dict.fromkeys(own))
     return list(found)
+
+
+def _of_run(folder: Path) -> list[Path]:
+    """The record in a run's folder; that of its scheduler until `farflow up` has ended."""
+    ended = folder / FILE_NAME
+    return [ended] if ended.is_file() else sorted(folder.glob(f"{_UP_RECORDS}/*/{FILE_NAME}"))
+
+
+def _up_folder(file: Path) -> Path | None:
+    """The folder of `farflow up` whose scheduler has the record ``file``."""
+    parents = file.absolute().parents
+    inner = len(Path(_UP_RECORDS).parts) + 1
+    if len(parents) <= inner or not parents[1].match(_UP_RECORDS):
+        return None
+    return parents[inner]
+
+
+def _open_state(file: Path) -> str:
+    """What a run is whose end is not recorded."""
+    folder = _up_folder(file)
+    try:
+        return "interrupted" if folder is not None and folder_holder(folder) is None else "open"
+    except StoreError:  # not for us to look
+        return "open"
 
 
 def read_record(file: Path) -> list[PolicyRecord]:
@@ -142,7 +175,7 @@ def _policy(
         run=policy.split("/")[0],
         policy=policy,
         file=str(file),
-        state="open" if end is None else end.reason,
+        state=_open_state(file) if end is None else end.reason,
         steps=max(by_step, default=0),
         hours=hours,
         accuracy_before=held_out[0].accuracy if held_out else None,

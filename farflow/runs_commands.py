@@ -39,8 +39,10 @@ def history(paths: tuple[Path, ...], as_json: bool) -> None:
         for record in records:
             click.echo(json.dumps(facts(record)))
         return
+    if not records:
+        return
     rows = [[record.label, *(text for _, text in _shown(record))] for record in records]
-    heads = [name for name, _ in _shown(records[0])] if records else []
+    heads = [name for name, _ in _shown(records[0])]
     _print(["run", *heads], rows)
 
 
@@ -71,11 +73,10 @@ def compare(paths: tuple[Path, ...], plot: Path | None, as_json: bool) -> None:
             rewards = {step: reward_until(record, step, window) for step in points}
             click.echo(json.dumps({**facts(record), "rewards_at": rewards}))
         return
+    if not records:
+        return
     columns = [_shown(record) for record in records]
-    rows = [
-        [name, *(column[n][1] for column in columns)]
-        for n, (name, _) in enumerate(columns[0] if columns else [])
-    ]
+    rows = [[name, *(column[n][1] for column in columns)] for n, (name, _) in enumerate(columns[0])]
     for step in points:
         found = (reward_until(record, step, window) for record in records)
         rows.append([f"reward at step {step}", *("-" if r is None else f"{r:.3f}" for r in found)])
@@ -89,7 +90,11 @@ def compare(paths: tuple[Path, ...], plot: Path | None, as_json: bool) -> None:
 def _records(paths: tuple[Path, ...]) -> "list[PolicyRecord]":
     from farflow.run_records import find_records, read_record
 
-    return [record for file in find_records(paths) for record in read_record(file)]
+    files = find_records(paths)
+    records = [record for file in files for record in read_record(file)]
+    if not records:
+        click.echo(f"nothing is recorded yet in {', '.join(map(str, files))}", err=True)
+    return records
 
 
 def _shown(record: "PolicyRecord") -> list[tuple[str, str]]:

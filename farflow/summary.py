@@ -60,13 +60,16 @@ class AgentDigest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole summary; ``problems`` is empty when every check passed."""
+    """The whole summary; ``problems`` is empty when every check passed. ``wall_s`` is how long
+    `farflow up` ran and ``training_s`` from the first step that it saw to the last, both since it
+    was ``resumed`` if it was."""
 
     run: str
     state: str
     reason: str
     wall_s: float
     training_s: float | None
+    resumed: bool = False
     policies: tuple[PolicySummary, ...]
     agents: tuple[AgentDigest, ...]
     accounting: tuple[AccountingRow, ...]
@@ -91,6 +94,7 @@ def summarise(
     *,
     wall_s: float,
     training_s: float | None,
+    resumed: bool = False,
     lineages: Mapping[str, Lineage | None],
 ) -> RunSummary:
     """Put a run's last status and the lineages of its checkpoints together; ``lineages`` has every
@@ -148,6 +152,7 @@ def summarise(
         reason=state.reason,
         wall_s=wall_s,
         training_s=training_s,
+        resumed=resumed,
         policies=tuple(policies),
         agents=tuple(agents),
         accounting=state.accounting,
@@ -222,10 +227,11 @@ def render(summary: RunSummary) -> RenderableType:
         )
     parts.append(digests)
     parts.append(accounting_table(summary.accounting))
-    training = "" if summary.training_s is None else f", training {summary.training_s:.0f} s"
+    since = "since it was resumed " if summary.resumed else ""
+    training = "" if summary.training_s is None else f", training {summary.training_s:.0f} s of it"
     parts.append(
         Text(
-            f"{summary.wall_s:.0f} s{training} · {human_bytes(summary.bytes_up)} up, "
+            f"{since}{summary.wall_s:.0f} s{training} · {human_bytes(summary.bytes_up)} up, "
             f"{human_bytes(summary.bytes_down)} down over the agents' links"
         )
     )

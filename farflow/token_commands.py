@@ -15,6 +15,8 @@ from transport.errors import ConfigError
 if TYPE_CHECKING:
     from scheduler.config import SchedulerConfig
 
+GPU_OPTIONS = "--engine vllm --device cuda --slots 0"
+"""Of ``farflow agent install`` where there is one: an agent generates on the processor else."""
 _ANYWHERE = ("", "*", "0.0.0.0", "::")  # noqa: S104 - compared, not listened on
 
 
@@ -76,7 +78,7 @@ def token_create(
 ) -> None:
     """Make a token. Its secret is shown once and kept nowhere."""
     from scheduler.tokens import TokenStore
-    from transport.key_files import write_new
+    from transport.key_files import secret_file
     from transport.keys import load_server_key
     from transport.messages import Role
     from transport.runtime.clock import SystemClock
@@ -95,25 +97,29 @@ def token_create(
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}: exists; choose another name")
     server_key, port = load_server_key(keys), _enrolment_port(config)
+
+    def file_of(id: str, secret: str) -> TokenFile:
+        try:
+            return TokenFile(
+                host=where, enrolment_port=port, server_key=server_key, id=id, secret=secret
+            )
+        except ValueError as error:
+            raise ConfigError(f"--host: {error}") from error
+
     token, secret = TokenStore(keys).create(
         role=Role(role),
         max_uses=uses,
         lifetime_s=lifetime_s,
         wall_s=SystemClock().wall_s(),
         name_prefix=name_prefix,
+        told=lambda token, secret: secret_file(out, file_of(token.id, secret).text()),
     )
-    try:
-        file = TokenFile(
-            host=where, enrolment_port=port, server_key=server_key, id=token.id, secret=secret
-        )
-    except ValueError as error:
-        raise ConfigError(f"--host: {error}") from error
-    if out is not None:
-        write_new(out, file.text(), mode=0o600)
+    file = file_of(token.id, secret)
     on_box = [] if out is None else install_lines(config, where, out)
     if as_json:
         facts = {
             "install": on_box,
+            "install_options_gpu": [] if out is None else shlex.split(GPU_OPTIONS),
             "id": token.id,
             "uses": uses,
             "lifetime_s": lifetime_s,
@@ -127,6 +133,8 @@ def token_create(
     click.echo(f"token {token.id}: {uses} use(s), {lifetime}, {where}:{port}", err=True)
     for line in on_box:
         click.echo(f"on the box: {line}", err=True)
+    if on_box:
+        click.echo(f"on one with a GPU: {on_box[-1]} {GPU_OPTIONS}", err=True)
 
 
 def install_lines(config: "SchedulerConfig", host: str, token: Path) -> list[str]:
@@ -170,12 +178,15 @@ def token_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool)
     if as_json:
         click.echo(json.dumps(rows))
         return
-    for row, token in zip(rows, tokens, strict=True):
-        hours = f"{(token.expires_s - now) / 3600:.1f} h left" if row["state"] == "valid" else "-"
-        click.echo(
-            f"{token.id}\t{row['role']}\t{row['state']}\t{len(token.uses)}/{token.max_uses}\t"
-            f"{hours}\t{token.name_prefix or '-'}"
-        )
+    from farflow.listing import print_list
+
+    shown = []
+    for token in tokens:
+        state = token.state(now)
+        left = f"{(token.expires_s - now) / 3600:.1f} h" if state == "valid" else ""
+        uses = f"{len(token.uses)}/{token.max_uses}"
+        shown.append((token.id, token.role.value, state, uses, left, token.name_prefix))
+    print_list(("id", "role", "state", "uses", "time left", "name prefix"), shown)
     if not rows:
         click.echo("no tokens", err=True)
 

@@ -12,18 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from farflow.view import (
-    accuracy_text,
-    agent_state,
+    agent_cells,
     alert_lines,
-    clock_text,
     demand_lines,
-    human_bytes,
+    policy_cells,
     printable,
-    sparkline,
     token_rate,
 )
 from farflow.words import counted, human_age
-from transport.ids import policy_name
 from transport.status import AgentStatus, RunStatus, SchedulerStatus
 
 if TYPE_CHECKING:
@@ -32,6 +28,11 @@ if TYPE_CHECKING:
 WIDE: Final = 110
 """Columns from which on there is room for everything."""
 _MOST_NOTES: Final = 4
+_NUMBERS: Final = frozenset(
+    {"step", "reward", "lag", "buffer", "USD", "rtt", "tokens/s", "slots", "groups", "clock"}
+    | {"up", "down", "USD/h"}
+)
+"""Columns that are flush right."""
 _KEYS: Final = "q quit  ↑↓ select  e explain  d drain"
 
 Subject = tuple[Literal["run", "agent"], str]
@@ -166,9 +167,10 @@ def _footer(state: TopState) -> str:
     return f"{printable(state.note)}  {_KEYS}".lstrip()  # what is new must not be cut off
 
 
-def _table(columns: Sequence[tuple[str, Literal["left", "right"]]], width: int) -> Table:
+def _table(columns: Sequence[str], width: int) -> Table:
     table = Table(box=None, width=width, padding=(0, 1, 0, 0))
-    for name, justify in columns:
+    for name in columns:
+        justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
         table.add_column(
             name, justify=justify, no_wrap=True, overflow="ellipsis", header_style="bold cyan"
         )
@@ -182,38 +184,20 @@ def _runs(
     width: int,
     room: int,
 ) -> Table:
-    wide = width >= WIDE
-    columns: list[tuple[str, Literal["left", "right"]]] = [
-        ("run", "left"),
-        ("state", "left"),
-        ("policy", "left"),
-        ("step", "right"),
-        ("reward", "right"),
-        ("", "left"),
-        ("lag", "right"),
-        ("buffer", "right"),
-        *((("held-out", "left"), ("USD", "right"), ("reason", "left")) if wide else ()),
-    ]
-    table = _table(columns, width)
+    columns = ["policy", "step", "reward", "", "lag", "buffer"]
+    columns += ["held-out"] if width >= WIDE else []
+    ends = ["USD", "reason"] if width >= WIDE else []
+    table = _table(["run", "state", *columns, *ends], width)
     rows: list[tuple[str, list[str]]] = []
     for run in runs:
         head = [run.name, run.state]
-        tail = [f"{run.cost_usd:.2f}", printable(run.reason)]
+        tail = [f"{run.cost_usd:.2f}", printable(run.reason)][: len(ends)]
         if not run.policies:
-            rows.append((run.name, [*head, *[""] * 6, *(["", *tail] if wide else [])]))
+            rows.append((run.name, [*head, *[""] * len(columns), *tail]))
         for policy in run.policies:
-            last = policy.last_step
-            cells = [
-                policy_name(policy.policy),
-                f"{policy.step}/{policy.steps}",
-                "-" if last is None else f"{last.reward_mean:.3f}",
-                sparkline(rewards.get(policy.policy, ()), 12),
-                "-" if last is None else f"{last.policy_lag_mean:.1f}",
-                str(policy.buffered_groups),
-            ]
-            cells += [accuracy_text(policy.evaluations), *tail] if wide else []
-            rows.append((run.name, [*head, *cells]))
-            head, tail = ["", ""], ["", ""]
+            cells = policy_cells(policy, rewards)
+            rows.append((run.name, [*head, *(cells[column] for column in columns), *tail]))
+            head, tail = ["", ""], [""] * len(ends)
     _fill(table, rows, selected, "run", room)
     return table
 
@@ -225,36 +209,13 @@ def _agents(
     width: int,
     room: int,
 ) -> Table:
-    wide = width >= WIDE
-    columns: list[tuple[str, Literal["left", "right"]]] = [
-        ("agent", "left"),
-        ("state", "left"),
-        ("rtt", "right"),
-        ("tokens/s", "right"),
-        ("slots", "right"),
-        ("groups", "right"),
-        ("version", "left"),
-    ]
-    if wide:
-        columns += [("clock", "right"), ("up", "right"), ("down", "right"), ("USD/h", "right")]
-        columns += [("hardware", "left")]
+    columns = ["agent", "state", "rtt", "tokens/s", "slots", "groups", "version"]
+    columns += ["clock", "up", "down", "USD/h", "hardware"] if width >= WIDE else []
     table = _table(columns, width)
     rows: list[tuple[str, list[str]]] = []
     for agent in agents:
-        cells = [
-            agent.name,
-            agent_state(agent),
-            "-" if agent.rtt_s is None else f"{1000 * agent.rtt_s:.0f} ms",
-            f"{rates.get(agent.name, token_rate(agent)):.0f}",
-            f"{agent.running_sequences}/{agent.slots}",
-            str(agent.groups_done),
-            ", ".join(f"{policy_name(p)} v{v}" for p, v in sorted(agent.versions.items())) or "-",
-        ]
-        if wide:
-            price = f"{agent.price_usd_hour:.2f}" if agent.price_usd_hour else "-"
-            cells += [clock_text(agent.clock_offset_s), human_bytes(agent.bytes_up)]
-            cells += [human_bytes(agent.bytes_down), price, printable(agent.hardware) or "-"]
-        rows.append((agent.name, cells))
+        cells = agent_cells(agent, rates)
+        rows.append((agent.name, [cells[column] for column in columns]))
     _fill(table, rows, selected, "agent", room)
     return table
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ async def up(run: Prepared, *, plain: bool) -> int:
     if not console.is_terminal:
         console = Console(width=view.PLAIN_WIDTH)
     clock = SystemClock()
-    started = clock.monotonic_s()
+    started, began_s = clock.monotonic_s(), clock.wall_s()
     plain = plain or not console.is_terminal
     with folder.lock(), ShutdownSignal() as stop:
         # As text: a notice quotes a log, whose brackets are not markup.
@@ -159,7 +159,7 @@ async def up(run: Prepared, *, plain: bool) -> int:
         if status is None:
             click.echo(f"stopped; go on with: farflow up --resume {folder.path}")
             return 0
-        summary = finish(deployment, status, clock.monotonic_s() - started)
+        summary = finish(deployment, status, clock.monotonic_s() - started, began_s)
         console.print(render(summary))
         click.echo(f"results: {folder.path}")
         return 1 if summary.problems else 0
@@ -259,8 +259,12 @@ def settled(status: SchedulerStatus, run: RunStatus, deployment: LocalDeployment
     )
 
 
-def finish(deployment: LocalDeployment, status: SchedulerStatus, wall_s: float) -> RunSummary:
-    """Collect results in the run folder; the lineage is read from the trainers' checkpoints."""
+def finish(
+    deployment: LocalDeployment, status: SchedulerStatus, wall_s: float, began_s: float = 0.0
+) -> RunSummary:
+    """Collect results in the run folder; the lineage is read from the trainers' checkpoints. We
+    run since ``began_s`` (wall clock), for ``wall_s``; what was recorded before is of an earlier
+    life."""
     from cloud_trainer.checkpoints import lineage_ids
 
     folder, spec = deployment.folder, deployment.spec
@@ -279,12 +283,14 @@ def finish(deployment: LocalDeployment, status: SchedulerStatus, wall_s: float) 
     if metrics.is_file():
         shutil.copyfile(metrics, folder.metrics)
         records = read_metrics(folder.metrics)
-    steps = [r["at_s"] for r in records if r.get("type") == "step"]
+    steps = [r for r in records if r.get("type") == "step"]
+    timed, resumed = training_time(records, began_s)
     summary = summarise(
         status,
         spec.name,
         wall_s=wall_s,
-        training_s=steps[-1] - steps[0] if len(steps) > 1 else None,
+        training_s=timed,
+        resumed=resumed,
         lineages=lineages,
     )
     folder.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
@@ -293,3 +299,13 @@ def finish(deployment: LocalDeployment, status: SchedulerStatus, wall_s: float) 
     elif steps:
         click.echo("no plots: pip install 'farflow[plots]'", err=True)
     return summary
+
+
+def training_time(
+    records: Sequence[Mapping[str, Any]], began_s: float
+) -> tuple[float | None, bool]:
+    """Seconds from the first to the last step of those ``records`` that are not older than
+    ``began_s`` (wall clock), None with less than two; and whether any record is older."""
+    here = [r for r in records if r.get("wall_s", began_s) >= began_s]
+    steps = [r["wall_s"] for r in here if r.get("type") == "step" and "wall_s" in r]
+    return (steps[-1] - steps[0] if len(steps) > 1 else None), len(here) < len(records)

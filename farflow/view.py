@@ -23,6 +23,7 @@ from transport.status import (
     CopyState,
     DemandStatus,
     EvaluationStatus,
+    PolicyStatus,
     RunStatus,
     SchedulerStatus,
     StepStatus,
@@ -81,44 +82,54 @@ def accuracy_text(evaluations: Iterable[EvaluationStatus], name: str = HELD_OUT)
 
 def delta_text(step: StepStatus | None) -> str:
     """Delta size against full size."""
-    if step is None or step.delta_bytes is None or not step.full_bytes:
+    return "-" if step is None else _share_text(step.delta_bytes, step.full_bytes)
+
+
+def _share_text(part: int | None, whole: int | None) -> str:
+    if part is None or not whole:
         return "-"
-    share = 100 * step.delta_bytes / step.full_bytes
-    return f"{human_bytes(step.delta_bytes)} / {human_bytes(step.full_bytes)} ({share:.0f} %)"
+    return f"{human_bytes(part)} / {human_bytes(whole)} ({100 * part / whole:.0f} %)"
+
+
+def policy_delta_text(policy: PolicyStatus) -> str:
+    """``delta_text`` of the last step, or of the newest version that is stored: storing one may
+    take longer than a step."""
+    last = policy.last_step
+    if last is not None and last.delta_bytes is not None:
+        return delta_text(last)
+    return _share_text(policy.delta_bytes, policy.full_bytes)
 
 
 def policy_table(run: RunStatus, rewards: Mapping[str, Sequence[float]]) -> Table:
     """One row per policy; ``rewards`` holds recent mean training rewards by policy id."""
     state = f"{run.state} ({printable(run.reason)})" if run.reason else run.state
     table = new_table(" · ".join((f"run {run.name}", state, *_run_facts(run))))
-    columns = (
-        "policy",
-        "trainer",
-        "step",
-        "reward",
-        "",
-        "held-out",
-        "lag",
-        "buffer",
-        "delta / full",
-    )
-    for column in columns:
-        table.add_column(column)
+    columns = ("policy", "trainer", "step", "reward", "", "held-out", "lag", "buffer")
+    for column in (*columns, "delta / full"):
+        table.add_column("lag in steps" if column == "lag" else column)
     for policy in run.policies:
         last = policy.last_step
-        history = rewards.get(policy.policy, ())
-        table.add_row(
-            policy_name(policy.policy),
-            policy.trainer,
-            f"{policy.step}/{policy.steps}",
-            "-" if last is None else f"{last.reward_mean:.3f}",
-            sparkline(history, 12),
-            accuracy_text(policy.evaluations),
-            "-" if last is None else f"{last.policy_lag_mean:.1f} (max {last.policy_lag_max})",
-            str(policy.buffered_groups),
-            delta_text(last),
-        )
+        cells = policy_cells(policy, rewards)
+        if last is not None:
+            cells["lag"] = f"mean {cells['lag']}, max {last.policy_lag_max}"
+        table.add_row(*(cells[column] for column in columns), policy_delta_text(policy))
     return table
+
+
+def policy_cells(policy: PolicyStatus, rewards: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """What tables show of a policy, by the column's heading; ``rewards`` so far by policy id are
+    drawn without one."""
+    last = policy.last_step
+    return {
+        "policy": policy_name(policy.policy),
+        "trainer": policy.trainer,
+        "step": f"{policy.step}/{policy.steps}",
+        "reward": "-" if last is None else f"{last.reward_mean:.3f}",
+        "": sparkline(rewards.get(policy.policy, ()), 12),
+        "held-out": accuracy_text(policy.evaluations),
+        "lag": "-" if last is None else f"{last.policy_lag_mean:.1f}",
+        "buffer": str(policy.buffered_groups),
+    }
 
 
 def pass_at_text(evaluation: EvaluationStatus) -> str:
@@ -176,40 +187,35 @@ def agent_table(agents: Sequence[AgentStatus], rates: Mapping[str, float]) -> Ta
     missing ``token_rate`` is shown."""
     priced = any(agent.price_usd_hour for agent in agents)
     table = new_table("agents")
-    for column in (
-        "agent",
-        "state",
-        "hardware",
-        *(("USD/h",) if priced else ()),
-        "rtt",
-        "clock",
-        "tokens/s",
-        "slots",
-        "leases",
-        "groups",
-        "version",
-        "up",
-        "down",
-    ):
+    columns = ["agent", "state", "hardware", *(["USD/h"] if priced else []), "rtt", "clock"]
+    columns += ["tokens/s", "slots", "leases", "groups", "version", "up", "down"]
+    for column in columns:
         table.add_column(column)
     for agent in agents:
-        versions = ", ".join(f"{policy_name(p)} v{v}" for p, v in sorted(agent.versions.items()))
-        table.add_row(
-            agent.name,
-            agent_state(agent),
-            Text(agent.hardware[:MAX_HARDWARE] or "-"),
-            *((f"{agent.price_usd_hour:.2f}",) if priced else ()),
-            "-" if agent.rtt_s is None else f"{1000 * agent.rtt_s:.0f} ms",
-            clock_text(agent.clock_offset_s),
-            f"{rates.get(agent.name, token_rate(agent)):.0f}",
-            f"{agent.running_sequences}/{agent.slots}",
-            str(agent.leases),
-            str(agent.groups_done),
-            versions or "-",
-            human_bytes(agent.bytes_up),
-            human_bytes(agent.bytes_down),
-        )
+        cells = agent_cells(agent, rates)
+        cells["hardware"] = cells["hardware"][:MAX_HARDWARE]
+        table.add_row(*(Text(cells[column]) for column in columns))
     return table
+
+
+def agent_cells(agent: AgentStatus, rates: Mapping[str, float]) -> dict[str, str]:
+    """What tables show of an agent, by the column's heading; ``rates`` as in ``agent_table``."""
+    versions = ", ".join(f"{policy_name(p)} v{v}" for p, v in sorted(agent.versions.items()))
+    return {
+        "agent": agent.name,
+        "state": agent_state(agent),
+        "hardware": printable(agent.hardware) or "-",
+        "USD/h": f"{agent.price_usd_hour:.2f}" if agent.price_usd_hour else "-",
+        "rtt": "-" if agent.rtt_s is None else f"{1000 * agent.rtt_s:.0f} ms",
+        "clock": clock_text(agent.clock_offset_s),
+        "tokens/s": f"{rates.get(agent.name, token_rate(agent)):.0f}",
+        "slots": f"{agent.running_sequences}/{agent.slots}",
+        "leases": str(agent.leases),
+        "groups": str(agent.groups_done),
+        "version": versions or "-",
+        "up": human_bytes(agent.bytes_up),
+        "down": human_bytes(agent.bytes_down),
+    }
 
 
 def token_rate(agent: AgentStatus) -> float:
@@ -318,6 +324,7 @@ def overview(status: SchedulerStatus, *, every: bool = False) -> RenderableType:
     if hidden:
         parts.append(Text(f"not shown: {', '.join(hidden)}; --all shows them", style="dim"))
     parts.append(Text(counters_line(status), style="dim"))
+    parts += [Text(line, style="dim") for line in counter_notes(status)]
     return Group(*parts)
 
 
@@ -335,6 +342,21 @@ def _gone_line(agent: AgentStatus) -> str:
 def counters_line(status: SchedulerStatus) -> str:
     """How often which thing happened in the scheduler, as names and numbers."""
     return "counters: " + ", ".join(f"{k} {v}" for k, v in sorted(status.counters.items()) if v)
+
+
+_REFUSED = {
+    "run.unknown": "of a run that is not submitted (yet); a trainer asks until it is",
+    "run.finished": "of a run that is over",
+    "agent.duplicate": "a second process with a connected agent's key",
+}
+
+
+def counter_notes(status: SchedulerStatus) -> list[str]:
+    """What the counters ``refused.CODE`` mean, where there are any."""
+    named = [name.partition("refused.") for name, n in sorted(status.counters.items()) if n]
+    codes = [code for before, found, code in named if found and not before]
+    told = "".join(f"; {code}: {_REFUSED[code]}" for code in codes if code in _REFUSED)
+    return [f"refused.CODE: what peers asked for and did not get{told}"] if codes else []
 
 
 def step_line(step: StepStatus) -> str:

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from scheduler.decider import LAG_WARNING_S
+from scheduler.segment_damage import DAMAGE_FILE, DAMAGE_REMEDY, damage_lines
 from transport.errors import StoreError
 from transport.runtime.files import store_errors
 from transport.status import AgentStatus, Alert
@@ -29,11 +30,13 @@ _log = structlog.get_logger()
 
 
 class Disk(NamedTuple):
-    """Bytes: free on the disk, taken by the trajectory log, and what that may take."""
+    """Bytes: free on the disk, taken by the trajectory log, and what that may take; ``damage`` is
+    what the log knows to be damaged, a line for each range."""
 
     free_bytes: int
     log_bytes: int
     log_limit_bytes: int
+    damage: tuple[str, ...] = ()
 
 
 class Alerts:
@@ -71,7 +74,8 @@ class Alerts:
         with store_errors("look at the disk of", self._folder):
             free_bytes = shutil.disk_usage(self._folder).free
             log_bytes = sum(_size(path) for path in self._log_folder.glob("*"))
-        return Disk(free_bytes, log_bytes, self._log_limit_bytes)
+        damage = damage_lines(self._log_folder)
+        return Disk(free_bytes, log_bytes, self._log_limit_bytes, damage)
 
     def counters(self) -> dict[str, int]:
         """Gauges for the status, in whole units."""
@@ -124,6 +128,13 @@ class Alerts:
                 "refuses"
             )
             yield "trajectories.full", "trajectory-log", text
+        if disk.damage:
+            text = (
+                f"{len(disk.damage)} ranges of stored bodies are damaged, the last is"
+                f" {disk.damage[-1]}: {DAMAGE_REMEDY}; all are in {self._log_folder / DAMAGE_FILE},"
+                " until nothing of their segments is needed any more"
+            )
+            yield "trajectories.damaged", "trajectory-log", text
 
 
 def _clocks(agents: Iterable[AgentStatus]) -> Iterable[tuple[str, str, str]]:

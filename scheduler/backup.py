@@ -10,6 +10,7 @@ What always holds:
 4. A restored scheduler begins with a term that no life since the backup had: fences of those lives
    are never given again.
 5. What a restored file takes the place of is moved aside, not removed.
+6. Restoring keys lets nobody in whom the folder of keys does not let in now (``backup_keys``).
 
 The bodies of trajectories and the weights stay where they are; a backup lists those that its rows
 speak of. It is a tar file:
@@ -27,18 +28,19 @@ import shutil
 import sqlite3
 import tarfile
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-from typing import IO, Final
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import IO, Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
+from scheduler.backup_keys import KEYS, KeysWritten, key_files, write_keys
 from scheduler.build import build_id
 from scheduler.core.tables import Tables
 from scheduler.store import FILE_NAME, MIGRATIONS
 from transport.errors import ChecksumMismatch, ConfigError, StoreError
 from transport.runtime.files import (
-    atomic_write,
     fsync_dir,
     lock_folder,
     private_dir,
@@ -47,11 +49,9 @@ from transport.runtime.files import (
 
 FORMAT: Final = 1
 LIST_NAME: Final = "backup.json"
-KEYS: Final = "keys"
 TERMS_AHEAD: Final = 1024
 """More lives than a scheduler has between a backup and its restoring."""
 _MAX_LIST_BYTES: Final = 256 * 2**20
-_MAX_KEY_BYTES: Final = 1 << 20
 _SIDE_FILES: Final = ("", "-wal", "-shm")
 _COPY_BYTES: Final = 1 << 20
 
@@ -75,11 +75,11 @@ class ListedVersion(msgspec.Struct, frozen=True, kw_only=True):
 class BackupList(msgspec.Struct, frozen=True, kw_only=True):
     """What a backup holds and speaks of; ``sha256`` is that of the rows' file."""
 
-    format: int
+    format: Annotated[int, Meta(ge=1)]
     build: str
     made_s: float
-    term: int
-    schema: int
+    term: Annotated[int, Meta(ge=0)]
+    schema: Annotated[int, Meta(ge=1)]
     sha256: str
     runs: dict[str, str]
     bodies: tuple[ListedBody, ...]
@@ -89,12 +89,12 @@ class BackupList(msgspec.Struct, frozen=True, kw_only=True):
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
     """What was restored: the term that the next start will raise by one, where what was there is
-    now ("" where nothing was), and how many keys were written."""
+    now ("" where nothing was), and what became of the keys."""
 
     backup: BackupList
     term: int
     moved_to: str
-    keys_written: int
+    keys: KeysWritten
 
 
 def back_up(folder: Path, file: Path, *, wall_s: float, keys: Path | None = None) -> BackupList:
@@ -132,7 +132,7 @@ def back_up(folder: Path, file: Path, *, wall_s: float, keys: Path | None = None
                 for v in tables.versions.values()
                 if v.stored
             ),
-            keys=0 if keys is None else sum(1 for _ in _key_files(keys)),
+            keys=0 if keys is None else sum(1 for _ in key_files(keys)),
         )
         packed = Path(work) / "backup"
         with open(packed, "xb") as raw:
@@ -141,7 +141,7 @@ def back_up(folder: Path, file: Path, *, wall_s: float, keys: Path | None = None
             with tarfile.open(fileobj=raw, mode="w", dereference=True) as tar:
                 _add(tar, LIST_NAME, msgspec.json.encode(found))
                 tar.add(copy, FILE_NAME, filter=_private)
-                for name in () if keys is None else _key_files(keys):
+                for name in () if keys is None else key_files(keys):
                     tar.add((keys or Path()) / name, f"{KEYS}/{name}", filter=_private)
             raw.flush()
             os.fsync(raw.fileno())
@@ -156,13 +156,20 @@ def back_up(folder: Path, file: Path, *, wall_s: float, keys: Path | None = None
 
 
 def restore(
-    file: Path, folder: Path, *, replace: bool = False, keys: Path | None = None
+    file: Path,
+    folder: Path,
+    *,
+    replace: bool = False,
+    keys: Path | None = None,
+    readmit: Collection[str] = (),
 ) -> Restored:
     """Make ``folder`` the scheduler of the backup ``file``; what is there is moved aside with
-    ``replace``. Keys of the backup that the folder ``keys`` lacks are written there.
+    ``replace``. Keys of the backup that the folder ``keys`` lacks are written there, as far as
+    ``write_keys`` allows; it has ``readmit``.
 
     Raises:
-        ConfigError: no backup, of a newer farflow, or something is in ``folder``.
+        ConfigError: no backup, of a newer farflow, something is in ``folder``, or ``readmit`` names
+            no key of the backup.
         ChecksumMismatch: the backup is damaged.
         StoreError: a scheduler runs there, a row does not decode, or the disk refused.
     """
@@ -180,14 +187,15 @@ def restore(
                 shutil.copyfileobj(_member(tar, FILE_NAME), out, _COPY_BYTES)
             if _digest(copy) != found.sha256:
                 raise ChecksumMismatch(f"{file}: the rows are not those that were backed up")
+            _check_rows(copy, found)
             read_tables(copy)
+            done = KeysWritten() if keys is None else write_keys(tar, keys, readmit)
             term = max(found.term, _terms_here(folder)) + TERMS_AHEAD
             _set_term(copy, term)
             moved_to = _move_aside(folder) if taken else ""
             os.replace(copy, folder / FILE_NAME)
             fsync_dir(folder)
-        written = 0 if keys is None else _write_keys(tar, keys)
-    return Restored(backup=found, term=term, moved_to=moved_to, keys_written=written)
+    return Restored(backup=found, term=term, moved_to=moved_to, keys=done)
 
 
 def read_tables(file: Path) -> Tables:
@@ -213,8 +221,33 @@ def _copy_rows(source: Path, copy: Path) -> tuple[int, int]:
     with _connected(source, read_only=True) as before, _connected(copy) as after:
         before.backup(after)  # all pages in one transaction: writers go on beside it
         after.execute("PRAGMA journal_mode = DELETE")
-        schema = after.execute("PRAGMA user_version").fetchone()[0]
-        return after.execute("SELECT term FROM meta").fetchone()[0], schema
+        term, schema = _term_and_schema(after, source)
+        if schema > len(MIGRATIONS):
+            raise StoreError(f"{source}: written by a newer farflow (schema {schema}); use that")
+        return term, schema
+
+
+def _check_rows(copy: Path, found: BackupList) -> None:
+    """Whether the rows of a backup are what its list says; raises StoreError."""
+    with _connected(copy, read_only=True) as connection:
+        term, schema = _term_and_schema(connection, copy)
+    if (term, schema) != (found.term, found.schema):
+        raise StoreError(
+            f"its rows are of term {term} and schema {schema}, and its list says term {found.term}"
+            f" and schema {found.schema}: it was not made by `farflow scheduler backup`, or was"
+            " changed since; nothing was restored"
+        )
+
+
+def _term_and_schema(connection: sqlite3.Connection, file: Path) -> tuple[int, int]:
+    """Raises StoreError for a file in which no scheduler has begun a term."""
+    schema = connection.execute("PRAGMA user_version").fetchone()[0]
+    found = connection.execute("SELECT term FROM meta").fetchall() if schema else []
+    if len(found) != 1 or not isinstance(found[0][0], int):
+        raise StoreError(
+            f"{file}: says no term (schema {schema}), so it is no scheduler's; use another backup"
+        )
+    return found[0][0], schema
 
 
 def _set_term(file: Path, term: int) -> None:
@@ -237,7 +270,7 @@ def _terms_here(folder: Path) -> int:
             contextlib.suppress(StoreError),
             _connected(folder / FILE_NAME, read_only=True) as connection,
         ):
-            terms.append(int(connection.execute("SELECT term FROM meta").fetchone()[0]))
+            terms.append(_term_and_schema(connection, folder / FILE_NAME)[0])
     return max(terms)
 
 
@@ -294,31 +327,6 @@ def _member(tar: tarfile.TarFile, name: str) -> IO[bytes]:
     if member is None:
         raise ConfigError(f"{tar.name!r}: is no backup of a scheduler: no {name} in it")
     return member
-
-
-def _key_files(keys: Path) -> Iterator[str]:
-    """Regular files below the folder of keys, relative to it."""
-    for path in sorted(keys.rglob("*")):
-        if path.is_file() and not path.is_symlink() and path.stat().st_size <= _MAX_KEY_BYTES:
-            yield path.relative_to(keys).as_posix()
-
-
-def _write_keys(tar: tarfile.TarFile, keys: Path) -> int:
-    """Files of the backup that are not in ``keys``; returns how many."""
-    written = 0
-    private_dir(keys)
-    for member in tar.getmembers():
-        path = PurePosixPath(member.name)
-        inside = path.parts[:1] == (KEYS,) and ".." not in path.parts and len(path.parts) > 1
-        if not (inside and member.isreg() and member.size <= _MAX_KEY_BYTES):
-            continue
-        target = keys.joinpath(*path.parts[1:])
-        if target.exists():
-            continue
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        atomic_write(target, _member(tar, member.name).read(), mode=member.mode & 0o644)
-        written += 1
-    return written
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

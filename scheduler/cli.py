@@ -112,6 +112,12 @@ def backup(
 @_set
 @click.option("--replace", is_flag=True, help="Move aside the scheduler that is there.")
 @click.option("--keys", "with_keys", is_flag=True, help="Write the keys that are missing.")
+@click.option(
+    "--readmit",
+    multiple=True,
+    metavar="PATH",
+    help="With --keys: let in again whom somebody took out, as http/ada.toml; may repeat.",
+)
 @_json
 def restore(
     file: Path,
@@ -119,6 +125,7 @@ def restore(
     overrides: tuple[str, ...],
     replace: bool,
     with_keys: bool,
+    readmit: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Make the stopped scheduler that of the backup FILE.
@@ -129,17 +136,24 @@ def restore(
     from scheduler.config import SchedulerConfig
     from transport.runtime.config import load_config
 
+    if readmit and not with_keys:
+        raise click.UsageError("--readmit is of no use without --keys")
     with foreseen_errors("farflow scheduler restore"):
         config = load_config(SchedulerConfig, files, overrides).value
         keys = Path(config.transport.keys) if with_keys else None
         folder = Path(config.scheduler.folder)
-        done = restore_backup(file, folder, replace=replace, keys=keys)
+        done = restore_backup(file, folder, replace=replace, keys=keys, readmit=readmit)
     facts = {"folder": str(folder), "term": done.term, "moved_to": done.moved_to}
-    facts |= {"runs": done.backup.runs, "keys_written": done.keys_written}
+    facts |= {"runs": done.backup.runs, "keys_written": done.keys.written}
+    facts |= {"keys_kept_out": done.keys.kept_out, "keys_revoked": done.keys.revoked}
     if as_json:
         click.echo(json.dumps(facts))
         return
     click.echo(f"{folder}: restored; its next start begins term {done.term + 1}")
     if done.moved_to:
         click.echo(f"what was there is in {done.moved_to}")
+    for path in done.keys.revoked:
+        click.echo(f"stays out: {path}: its key was revoked")
+    for path in done.keys.kept_out:
+        click.echo(f"stays out: {path}: was taken out since the backup, unless --readmit names it")
     click.echo("next: start the scheduler, then start its trainers again")

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from scheduler.autoscaler import AutoscalerTable
+from scheduler.http_addresses import networks
 from transport.mqtt_topics import base_fault
 from transport.runtime.settings import Bytes, Count, DaemonConfig, Port, PositiveSeconds, Seconds
 
@@ -102,11 +103,14 @@ class HttpTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """``[http]``: the scheduler's HTTP interface and dashboard (docs/http-api.md), on ``port`` of
     ``host`` unless ``enabled`` is false; port 0 is any free one, which is remembered. Beyond this
     machine it is reached only with ``certificate`` (PEM, with its chain) and ``key`` (PEM,
-    unencrypted). A token may ask ``requests_per_s`` times a second (twice as often for a moment);
-    a request's body has at most ``max_body_bytes``. ``open_metrics`` gives ``/metrics`` without a
-    token to this machine. ``site`` is where the scheduler stands on the dashboard's map, as in
-    agents' label ``site``. ``wheel`` is a file that it gives to boxes that install farflow, as
-    ``/v1/wheel/NAME``; it needs no token, as nothing in it is secret."""
+    unencrypted). Of ``max_connections`` one address has at most ``max_connections_per_address``;
+    this machine, and the addresses and networks in ``shared_addresses``, behind which many sit (a
+    proxy, an office), are bounded by the first alone. A token may ask ``requests_per_s`` times a
+    second (twice as often for a moment); a request's body has at most ``max_body_bytes``.
+    ``open_metrics`` gives ``/metrics`` without a token to this machine. ``site`` is where the
+    scheduler stands on the dashboard's map, as in agents' label ``site``. ``wheel`` is a file that
+    it gives to boxes that install farflow, as ``/v1/wheel/NAME``; it needs no token, as nothing in
+    it is secret."""
 
     enabled: bool = True
     host: str = "127.0.0.1"
@@ -114,6 +118,8 @@ class HttpTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     certificate: str = ""
     key: str = ""
     max_connections: Annotated[int, Meta(ge=4, le=10_000)] = 256
+    max_connections_per_address: Annotated[int, Meta(ge=1, le=10_000)] = 64
+    shared_addresses: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
     requests_per_s: Annotated[float, Meta(ge=0.1, le=1e5)] = 20.0
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**26)] = 2**20
     open_metrics: bool = False
@@ -121,7 +127,14 @@ class HttpTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     wheel: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for settings that contradict each other."""
+        """Raises ValueError for settings that contradict each other, or are no addresses."""
+        try:
+            networks(self.shared_addresses)
+        except ValueError as error:
+            raise ValueError(
+                f"shared_addresses: {error}; write addresses or networks, as 192.0.2.7 or"
+                " 192.0.2.0/24"
+            ) from error
         if bool(self.certificate) != bool(self.key):
             raise ValueError("certificate and key belong together; set both or none")
         if self.enabled and not self.certificate and not _is_loopback(self.host):

@@ -211,8 +211,6 @@ class _Daemon:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[dict[str, Any]], None]) -> int:
         """Everything at once, until ``stop`` or the first part that fails."""
-        await self._writer.run(self._event_log.begin, self._start, self._rows)
-        self._rows = []
         config = msgspec.structs.replace(
             self._config,
             transport=msgspec.structs.replace(self._config.transport, control_port=self._hub.port),
@@ -222,6 +220,7 @@ class _Daemon:
         service_parts = _tasks({**services.parts(), **gateway})
         own_parts = _tasks(
             {
+                "event log": self._begin_event_log(),
                 "receive": self._receive(),
                 "keys": self._hub.keep_refreshing(),
                 "enrolment": self._enrolment.run(),
@@ -284,6 +283,11 @@ class _Daemon:
         if not table.enabled:
             return {}
         return {"autoscaler": Autoscaler(table, self._clock, self._core.demand).run()}
+
+    async def _begin_event_log(self) -> None:
+        """The first that the writer does, so before any commit; nobody else waits for it."""
+        await self._writer.run(self._event_log.begin, self._start, self._rows)
+        self._rows = []
 
     async def _receive(self) -> None:
         while True:

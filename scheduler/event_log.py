@@ -55,7 +55,9 @@ MAX_FRAME_BYTES: Final = 256 * 2**20
 _LEVEL: Final = 1
 _DIGEST_BYTES: Final = 8
 _READ_BYTES: Final = 64 * 1024
+_WRITE_BYTES: Final = 256 * 1024
 _SIZE: Final = struct.Struct("<I")
+_encode = msgspec.msgpack.Encoder().encode
 _log = structlog.get_logger()
 
 
@@ -139,11 +141,10 @@ def unpack_event(packed: Sequence[Any]) -> Event:
 
 def effects_digest(effects: Sequence[Effect]) -> bytes:
     """Digest of effects in order, as a replay must give it again."""
-    state = blake2b(digest_size=_DIGEST_BYTES)
+    parts: list[bytes] = []
     for effect in effects:
-        state.update(type(effect).__name__.encode())
-        state.update(msgspec.msgpack.encode(effect))
-    return state.digest()
+        parts += (type(effect).__name__.encode(), _encode(effect))
+    return blake2b(b"".join(parts), digest_size=_DIGEST_BYTES).digest()
 
 
 class EventLog:
@@ -176,8 +177,13 @@ class EventLog:
                 open(rows_path, "wb") as file,
                 zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file) as stream,
             ):
+                waiting = bytearray()
                 for row in rows:
-                    stream.write(_frame(msgspec.msgpack.encode(row)))
+                    waiting += _frame(_encode(row))
+                    if len(waiting) >= _WRITE_BYTES:
+                        stream.write(waiting)
+                        waiting.clear()
+                stream.write(waiting)
             self._fixed_bytes = rows_path.stat().st_size
             self._open_segment(0)
             self.recording = True
@@ -194,7 +200,7 @@ class EventLog:
         )
         self._batches += 1
         with self._guarded():
-            data = self._compressor.compress(_frame(msgspec.msgpack.encode(batch)))
+            data = self._compressor.compress(_frame(_encode(batch)))
             # So that a reader finds every batch of a process that was killed.
             data += self._compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
             self._file.write(data)
@@ -320,7 +326,7 @@ def _frames(path: Path) -> Iterator[bytes]:
 
 
 def _pack(message: Message) -> tuple[int, bytes]:
-    return KIND_OF[type(message)], msgspec.msgpack.encode(message)
+    return KIND_OF[type(message)], _encode(message)
 
 
 def _unpack(kind: int, data: bytes) -> Message:

@@ -1,8 +1,8 @@
 """What our HTTP servers have in common: who may connect for how long, and what a refusal is.
 
-What always holds: connections are counted before a byte of theirs is looked at, and one above the
-bound is closed; one that has asked for nothing for a while is closed; a request that is not HTTP
-is one line in the log.
+What always holds: connections are counted before a byte of theirs is looked at, together and by
+their address (``http_addresses``), and one above either bound is closed; one that has asked for
+nothing for a while is closed; a request that is not HTTP is one line in the log.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import structlog
 
+from scheduler.http_addresses import SHARED, group_of, networks
 from transport.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ FIRST_REQUEST_S: Final = 10.0
 agreed on."""
 KEEPALIVE_S: Final = 30.0
 BACKLOG: Final = 128
+MAX_PER_ADDRESS: Final = 64
+TOO_MANY_S: Final = 60.0
+"""How often a log names an address that is above its bound."""
 STALLED_S: Final = 60.0
 """A reader that takes nothing for so long is cut off, by us or by the kernel."""
 
@@ -90,7 +94,9 @@ async def write(response: "web.StreamResponse", request: "web.BaseRequest", data
 
 class HttpListener:
     """Listens and hands requests to ``handle``, which must call ``heard`` first. ``setting`` names
-    the place of the port in the configuration, ``counters`` gets ``too_many_connections``."""
+    the place of the port in the configuration, ``counters`` gets ``too_many_connections`` and
+    ``too_many_of_address``. Of ``max_connections`` one address has ``max_per_address`` at most, but
+    for those of ``shared`` and this machine's."""
 
     def __init__(
         self,
@@ -101,6 +107,8 @@ class HttpListener:
         max_connections: int,
         counters: Counter[str],
         setting: str,
+        max_per_address: int = MAX_PER_ADDRESS,
+        shared: Sequence[str] = (),
     ) -> None:
         self._handle = handle
         self._host = host
@@ -108,7 +116,11 @@ class HttpListener:
         self._counters = counters
         self._setting = setting
         self._silent: dict[Any, asyncio.TimerHandle] = {}
-        self._taken: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._taken: weakref.WeakKeyDictionary[socket.socket, str] = weakref.WeakKeyDictionary()
+        """Connections, and the groups of their addresses."""
+        self._max_per_address = max_per_address
+        self._shared = networks(shared)
+        self._said_s = -TOO_MANY_S
         self.max_connections = max_connections
 
     async def run(self, ports: Sequence[int], listening: Callable[[int], None]) -> None:
@@ -204,12 +216,32 @@ class HttpListener:
                 sock.close()
             raise
 
-    def _has_room(self, sock: socket.socket) -> bool:
+    @property
+    def connections(self) -> int:
+        """How many there are now."""
+        return len(self._open())
+
+    def group(self, address: str) -> str:
+        """With whom one from ``address`` is counted, "" where it is not told apart."""
+        return group_of(address, self._shared)
+
+    def _open(self) -> list[str]:
+        return [group for taken, group in self._taken.items() if taken.fileno() >= 0]
+
+    def _has_room(self, sock: socket.socket, address: str) -> bool:
         """Whether a connection that was made is one of those that may be; counts it then."""
-        if sum(taken.fileno() >= 0 for taken in self._taken) >= self.max_connections:
+        group, taken = self.group(address), self._open()
+        if len(taken) >= self.max_connections:
             self._counters["too_many_connections"] += 1
             return False
-        self._taken.add(sock)
+        if group != SHARED and taken.count(group) >= self._max_per_address:
+            self._counters["too_many_of_address"] += 1
+            now_s = asyncio.get_running_loop().time()
+            if now_s - self._said_s >= TOO_MANY_S:
+                self._said_s = now_s
+                _log.warning("http.too_many_of_address", address=group, most=self._max_per_address)
+            return False
+        self._taken[sock] = group
         return True
 
     def heard(self, handler: Any) -> None:
@@ -223,14 +255,14 @@ class _Counted(socket.socket):
     """A socket that listens and hangs up where there ``has_room`` for no more. Protocols learn of a
     connection only after the TLS handshake, for which asyncio keeps hundreds of kilobytes."""
 
-    def __init__(self, has_room: Callable[[socket.socket], bool], descriptor: int) -> None:
+    def __init__(self, has_room: Callable[[socket.socket, str], bool], descriptor: int) -> None:
         super().__init__(fileno=os.dup(descriptor))
         self._has_room = has_room
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Raises ConnectionAbortedError, which is none to asyncio, for one too many."""
         taken, address = super().accept()
-        if not self._has_room(taken):
+        if not self._has_room(taken, str(address[0])):
             taken.close()
             raise ConnectionAbortedError
         return taken, address

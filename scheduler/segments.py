@@ -5,56 +5,58 @@ What always holds:
 1. A body that ``append`` called stored survives a power cut: the segment was synced first. One
    sync covers a whole batch.
 2. A segment is synced before the next one is begun, so only the last can have a torn end; that end
-   was never called stored and is cut off when the folder is opened. A damaged body in the middle
-   is skipped alone.
-3. Marks (accepted by the scheduler, released) are in a file beside each segment and go with it.
-   Released marks are synced before ``release`` returns; accepted marks are not: a lost one costs
-   one more announcement.
+   was never called stored and is cut off when the folder is opened. Damage elsewhere costs the
+   records that it touches and no others; ``damage`` says where it is, and the file ``DAMAGE`` in
+   the folder, for people, until the segment goes.
+3. Marks (where records begin, accepted by the scheduler, released) are in a file beside each
+   segment and go with it. Released marks are synced before ``release`` returns; the others are
+   not: a lost one costs one more announcement, or a record behind damage.
 4. A segment goes when all its bodies are released. Segment numbers are not used again while the
    folder lives.
 5. At most ``disk_bytes`` of segments: what does not fit is refused, not half-written.
 6. A body that comes again lately after its release is a duplicate, which nobody needs. While the
    store is open the last ones are known; over an opening, those whose segment is still there.
 
-Record: magic "fftr", u32 header size, u32 body size, u32 CRC-32 of header and body, u32 CRC-32 of
-the sixteen bytes before, header (MessagePack ``GroupSummary``), body. Mark: kind byte, u64 offset
-of the body, u32 CRC-32. Integers are little-endian.
+What is in the files: ``scheduler.segment_records``.
 
 ``append``, ``accept`` and ``release`` block and are called by one thread at a time; ``read`` by
 any.
 """
 
+import contextlib
 import errno
 import os
 import re
-import struct
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from scheduler.lately_released import LatelyReleased
+from scheduler.segment_damage import DamageBook
+from scheduler.segment_records import (
+    ACCEPTED,
+    HEAD_BYTES,
+    MARKED,
+    RELEASED,
+    STARTS,
+    Gap,
+    Marks,
+    Record,
+    encode_mark,
+    encode_record,
+    read_marks,
+    scan,
+)
 from transport.errors import StoreError
 from transport.messages import GroupSummary
 from transport.runtime.files import fsync_dir, private_dir, store_errors
 from transport.summaries import MAX_SUMMARY_BYTES
 
-MAGIC: Final = b"fftr"
-_START: Final = struct.Struct("<4sIII")
-_CRC: Final = struct.Struct("<I")
-_HEAD_BYTES: Final = _START.size + _CRC.size
-_MARK_START: Final = struct.Struct("<cQ")
-_MARK: Final = struct.Struct("<cQI")
-_ACCEPTED: Final = b"a"
-_RELEASED: Final = b"r"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAME: Final = re.compile(r"segment-(\d{8})\.log")
-_decoder = msgspec.msgpack.Decoder(GroupSummary)
 
 
 class Outcome(Enum):
@@ -68,6 +70,7 @@ class Outcome(Enum):
 @dataclass(slots=True)
 class _Body:
     segment: int
+    start: int  # of the record
     offset: int
     size_bytes: int
     summary: GroupSummary
@@ -104,8 +107,8 @@ class BodyStore:
         """Of all segments, released bodies included."""
         self.torn_bytes = 0
         """Cut off the last segment when the folder was opened."""
-        self.damaged = 0
-        """Records that are not what was written, found when the folder was opened."""
+        self.damage = DamageBook(self._folder)
+        """What is not as it was written, found when the folder was opened or a body was read."""
         self._load()
 
     def __len__(self) -> int:
@@ -118,7 +121,7 @@ class BodyStore:
     def fits(self, body_bytes: int) -> bool:
         """Whether there is room for a body of that size, with the largest summary; a guess for
         other threads than the writing one."""
-        record_bytes = _HEAD_BYTES + MAX_SUMMARY_BYTES + body_bytes
+        record_bytes = HEAD_BYTES + MAX_SUMMARY_BYTES + body_bytes
         return self.size_bytes + record_bytes <= self._disk_bytes
 
     def unaccepted(self) -> list[GroupSummary]:
@@ -145,6 +148,7 @@ class BodyStore:
             outcomes.append(Outcome.FULL if written is None else Outcome.STORED)
         if staged:
             self._sync_last()
+            self._mark_starts(staged.values())
         # Known only now: nobody may hear of a body that a power cut could still take away.
         for digest, written in staged.items():
             self._bodies[digest] = written
@@ -165,7 +169,12 @@ class BodyStore:
                 data = os.pread(file.fileno(), body.size_bytes, body.offset)
         except OSError:
             return None
-        return data if sha256(data).hexdigest() == digest else None
+        if sha256(data).hexdigest() == digest:
+            return data
+        if self._bodies.get(digest) is body:  # not released, and its file removed, meanwhile
+            end = body.offset + body.size_bytes
+            self.damage.note(body.segment, Gap(body.start, end, "a body with another digest"))
+        return None
 
     def accept(self, digests: Sequence[str]) -> None:
         """The scheduler has these summaries. Unknown digests are ignored."""
@@ -176,7 +185,7 @@ class BodyStore:
                 body.accepted = True
                 marks.setdefault(body.segment, []).append(body.offset)
         for number, offsets in marks.items():
-            self._mark(number, _ACCEPTED, offsets, sync=False)
+            self._mark(number, ACCEPTED, offsets, sync=False)
 
     def release(self, digests: Sequence[str]) -> list[str]:
         """Nobody needs these any more. Returns those that are gone for good, which unknown ones
@@ -195,7 +204,7 @@ class BodyStore:
             segment = self._segments[number]
             dies = segment is not self._last and segment.live <= set(released)
             offsets = [self._bodies[digest].offset for digest in released]
-            if not dies and not self._mark(number, _RELEASED, offsets, sync=True):
+            if not dies and not self._mark(number, RELEASED, offsets, sync=True):
                 kept.update(released)
                 continue
             segment.live.difference_update(released)
@@ -215,23 +224,21 @@ class BodyStore:
 
     def _write(self, summary: GroupSummary, body: bytes) -> _Body | None:
         """Append one record, unsynced; None when there is no room for it."""
-        meta = msgspec.msgpack.encode(summary)
-        start = _START.pack(MAGIC, len(meta), len(body), zlib.crc32(body, zlib.crc32(meta)))
-        head = start + _CRC.pack(zlib.crc32(start))
-        record_bytes = len(head) + len(meta) + len(body)
+        head = encode_record(summary, body)
+        record_bytes = len(head) + len(body)
         if self.size_bytes + record_bytes > self._disk_bytes:
             return None
         try:
             segment, file = self._writable_segment()
-            self._write_at(file, segment, head + meta, body)
+            self._write_at(file, segment, head, body)
         except StoreError as error:
             if _is_full(error):
                 return None
             raise
-        offset = segment.size_bytes + len(head) + len(meta)
+        start = segment.size_bytes
         segment.size_bytes += record_bytes
         self.size_bytes += record_bytes
-        return _Body(segment.number, offset, len(body), summary)
+        return _Body(segment.number, start, start + len(head), len(body), summary)
 
     def _write_at(self, file: int, segment: _Segment, head: bytes, body: bytes) -> None:
         with store_errors("write", self._path(segment.number)):
@@ -254,10 +261,12 @@ class BodyStore:
         number = self._highest_number + 1
         path = self._path(number)
         with store_errors("create", path):
+            self._marks_path(number).unlink(missing_ok=True)  # of one that died being removed
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fsync_dir(self._folder)
         self._highest_number = number
         self._last = self._segments[number] = _Segment(number)
+        self._mark(number, MARKED, [0], sync=True)
         return self._last, self._file
 
     def _seal(self) -> None:
@@ -278,12 +287,18 @@ class BodyStore:
             os.close(self._file)
             self._file = None
 
+    def _mark_starts(self, written: Iterable[_Body]) -> None:
+        """Of records that are synced. What fails here is only missed after damage."""
+        starts: dict[int, list[int]] = {}
+        for body in written:
+            starts.setdefault(body.segment, []).append(body.start)
+        for number, offsets in starts.items():
+            with contextlib.suppress(StoreError):
+                self._mark(number, STARTS, offsets, sync=False)
+
     def _mark(self, number: int, kind: bytes, offsets: Sequence[int], *, sync: bool) -> bool:
         """Append marks to a segment's file; False when the disk is full."""
-        data = bytearray()
-        for offset in offsets:
-            start = _MARK_START.pack(kind, offset)
-            data += start + _CRC.pack(zlib.crc32(start))
+        data = b"".join(encode_mark(kind, offset) for offset in offsets)
         path = self._marks_path(number)
         try:
             with store_errors("write", path), open(path, "ab", buffering=0) as file:
@@ -308,6 +323,7 @@ class BodyStore:
         fsync_dir(self._folder)
         del self._segments[segment.number]
         self.size_bytes -= segment.size_bytes
+        self.damage.removed(segment.number)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"segment-{number:08d}.log"
@@ -324,73 +340,58 @@ class BodyStore:
         for number in numbers:
             segment = self._segments[number] = _Segment(number)
             with store_errors("read", self._path(number)):
-                self._scan(segment, is_last=number == numbers[-1])
-                self._read_marks(number)
+                self._read(segment, is_last=number == numbers[-1])
             self.size_bytes += segment.size_bytes
             self._highest_number = number
         for segment in list(self._segments.values()):
             if not segment.live:
                 self._remove(segment)
+        self.damage.write()
         self._last = self._segments.get(self._highest_number)
         if self._last is not None:
             with store_errors("open", self._path(self._last.number)):
                 self._file = os.open(self._path(self._last.number), os.O_RDWR | os.O_CLOEXEC)
 
-    def _scan(self, segment: _Segment, *, is_last: bool) -> None:
-        """Index a segment's records. Bodies are checked in the last one only: the others were
-        synced before it was begun, and every read is checked."""
+    def _read(self, segment: _Segment, *, is_last: bool) -> None:
+        """Index a segment's records, and cut off what was never called stored."""
+        marks = read_marks(self._marks_path(segment.number))
+        if marks.torn_bytes:
+            os.truncate(self._marks_path(segment.number), marks.size_bytes)
+        gaps: list[Gap] = []
         with open(self._path(segment.number), "rb+") as file:
-            end = os.fstat(file.fileno()).st_size
-            while segment.size_bytes < end:
-                file.seek(segment.size_bytes)
-                head = file.read(_HEAD_BYTES)
-                if len(head) < _HEAD_BYTES or _CRC.pack(zlib.crc32(head[:-4])) != head[-4:]:
-                    break
-                magic, meta_bytes, body_bytes, crc = _START.unpack(head[:-4])
-                record_bytes = _HEAD_BYTES + meta_bytes + body_bytes
-                if magic != MAGIC or segment.size_bytes + record_bytes > end:
-                    break
-                meta = file.read(meta_bytes)
-                sound = not is_last or zlib.crc32(file.read(body_bytes), zlib.crc32(meta)) == crc
-                self._take(segment, meta if sound else b"", body_bytes, record_bytes)
-            if segment.size_bytes < end and is_last:
-                self.torn_bytes = end - segment.size_bytes
-                file.truncate(segment.size_bytes)
-                os.fsync(file.fileno())
-            elif segment.size_bytes < end:
-                self.damaged += 1
-                segment.size_bytes = end
+            for found in scan(file, marks, all_bodies=is_last):
+                if isinstance(found, Record):
+                    self._take(segment, marks, found)
+                    segment.size_bytes = found.end
+                elif gaps and gaps[-1].end == found.start:
+                    gaps[-1] = Gap(gaps[-1].start, found.end, gaps[-1].reason)
+                else:
+                    gaps.append(found)
+            if gaps and gaps[-1].end > segment.size_bytes:  # nothing sound comes after it
+                segment.size_bytes = gaps[-1].end
+                if is_last and not marks.synced_to(gaps[-1].start):
+                    torn = gaps.pop()
+                    segment.size_bytes = torn.start
+                    self.torn_bytes = torn.end - torn.start
+                    file.truncate(torn.start)
+                    os.fsync(file.fileno())
+        for gap in gaps:
+            self.damage.note(segment.number, gap)
 
-    def _take(self, segment: _Segment, meta: bytes, body_bytes: int, record_bytes: int) -> None:
-        try:
-            summary = _decoder.decode(meta)
-        except msgspec.DecodeError:
-            self.damaged += 1
-        else:
-            offset = segment.size_bytes + record_bytes - body_bytes
-            self._bodies[summary.digest] = _Body(segment.number, offset, body_bytes, summary)
-            segment.live.add(summary.digest)
-        segment.size_bytes += record_bytes
-
-    def _read_marks(self, number: int) -> None:
-        try:
-            data = self._marks_path(number).read_bytes()
-        except FileNotFoundError:
+    def _take(self, segment: _Segment, marks: Marks, record: Record) -> None:
+        digest = record.summary.digest
+        if record.offset in marks.released:
+            self._released.add((digest,))
             return
-        whole = len(data) - len(data) % _MARK.size
-        by_offset = {self._bodies[digest].offset: digest for digest in self._segments[number].live}
-        for kind, offset, crc in _MARK.iter_unpack(data[:whole]):
-            digest = by_offset.get(offset)
-            if digest is None or zlib.crc32(_MARK_START.pack(kind, offset)) != crc:
-                continue
-            if kind == _ACCEPTED:
-                self._bodies[digest].accepted = True
-            elif kind == _RELEASED:
-                del self._bodies[digest], by_offset[offset]
-                self._released.add((digest,))
-                self._segments[number].live.discard(digest)
-        if whole < len(data):
-            os.truncate(self._marks_path(number), whole)
+        self._bodies[digest] = _Body(
+            segment.number,
+            record.start,
+            record.offset,
+            record.body_bytes,
+            record.summary,
+            record.offset in marks.accepted,
+        )
+        segment.live.add(digest)
 
 
 def _is_full(error: StoreError) -> bool:

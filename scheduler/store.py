@@ -235,9 +235,15 @@ class SchedulerStore:
         connection.execute("PRAGMA synchronous = FULL")
         self._migrate()
         with self._transaction():
-            self.term, self.now = connection.execute(
+            found = connection.execute(
                 "UPDATE meta SET term = term + 1 RETURNING term, now"
             ).fetchone()
+            if found is None:
+                raise StoreError(
+                    f"{self.path}: says no term: restore it from a backup, as which lives it had"
+                    " cannot be known"
+                )
+            self.term, self.now = found
         connection.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
         connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")

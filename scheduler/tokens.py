@@ -21,7 +21,7 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
@@ -117,8 +117,9 @@ class TokenStore:
         lifetime_s: float,
         wall_s: float,
         name_prefix: str = "",
+        told: Callable[[Token, str], contextlib.AbstractContextManager[None]] | None = None,
     ) -> tuple[Token, str]:
-        """A new token and its secret, which is kept nowhere.
+        """A new token and its secret, which is kept nowhere. It counts within what ``told`` gives.
 
         Raises:
             ConfigError: the prefix is no beginning of a name, or a number is out of range.
@@ -145,7 +146,7 @@ class TokenStore:
             max_uses=max_uses,
             name_prefix=name_prefix,
         )
-        with self._locked():
+        with told(token, secret) if told else contextlib.nullcontext(), self._locked():
             self._write(token)
         return token, secret
 

@@ -17,16 +17,18 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import structlog
 
 from scheduler.announcements import ANNOUNCE_AGAIN_S, Announcements
 from scheduler.body_intake import BodyIntake
+from scheduler.body_puts import Put, check_and_append, is_digest, put_fault
 from scheduler.config import SchedulerConfig
 from scheduler.core.settings import TRAJECTORY_LOG
 from scheduler.partials import Partials
+from scheduler.segment_damage import DAMAGE_REMEDY, MAX_DAMAGE_LINES, told
 from scheduler.segments import BodyStore, Outcome
 from scheduler.service import Surroundings, Worker, run_service
 from scheduler.service_main import service_command
@@ -54,7 +56,6 @@ from transport.messages import (
 from transport.plane_hub import Arrival
 from transport.runtime.clock import Clock
 from transport.summaries import summary_fault
-from transport.trajectory import body_digest
 
 MAX_PENDING_BYTES: Final = 128 * 2**20
 """Received and not yet on disk."""
@@ -68,21 +69,11 @@ MAX_ACKS: Final = 512
 MAX_REQUESTED: Final = 4096
 MAX_RELEASES: Final = 100_000
 
-_HEX: Final = frozenset("0123456789abcdef")
 _log = structlog.get_logger()
 
 _Answer = str | TrajectoryAck | TrajectoryAcks | TrajectoryRefused
 """A body by its digest, or a message as it is. All wait for their turn: one sync may settle more
 than a link takes at once."""
-
-
-class _Put(NamedTuple):
-    """A whole body. ``cumulative`` says that its sender understands ``TrajectoryAcks``."""
-
-    route: bytes
-    summary: GroupSummary
-    body: bytes
-    cumulative: bool
 
 
 class TrajectoryLog:
@@ -106,7 +97,7 @@ class TrajectoryLog:
         self._writer = Worker("trajectory-writer")
         self._reader = Worker("trajectory-reader")
         self._sender: FairSender[_Answer] = FairSender(self._hub.send_frames, self._frames)
-        self._pending: list[_Put] = []
+        self._pending: list[Put] = []
         self._pending_bytes = 0
         self._work = asyncio.Event()
         self._room = asyncio.Event()
@@ -139,8 +130,10 @@ class TrajectoryLog:
             unaccepted=len(self._announcements),
             size_bytes=self._store.size_bytes,
             torn_bytes=self._store.torn_bytes,
-            damaged=self._store.damaged,
+            damaged=len(self._store.damage),
+            damaged_bytes=self._store.damage.size_bytes,
         )
+        self._tell_damage()
 
     # ---- what arrives -------------------------------------------------------------------------
 
@@ -176,7 +169,7 @@ class TrajectoryLog:
             case BodiesReleased():
                 # What does not fit is released again by the scheduler.
                 for digest in message.digests[: MAX_RELEASES - len(self._to_release)]:
-                    if _is_digest(digest):
+                    if is_digest(digest):
                         self._to_release[digest] = None
             case _:
                 self.counters["not_understood"] += 1
@@ -184,12 +177,12 @@ class TrajectoryLog:
             self._work.set()
 
     def _put(self, arrival: Arrival, put: TrajectoryPut) -> None:
-        problem = _problem(put.summary, arrival.payload)
+        problem = put_fault(put.summary, arrival.payload)
         if problem:
             self._refuse(arrival.route, put.summary, "trajectory.malformed", problem)
             return
         summary = msgspec.structs.replace(put.summary, agent=arrival.peer.name)
-        self._append(_Put(arrival.route, summary, arrival.payload[0], put.cumulative))
+        self._append(Put(arrival.route, summary, arrival.payload[0], put.cumulative))
 
     def _offered(self, arrival: Arrival, offer: TrajectoryOffer) -> None:
         """Acknowledge what is here, ask for what is not."""
@@ -206,9 +199,9 @@ class TrajectoryLog:
 
     def _whole(self, name: str, route: bytes, summary: GroupSummary, body: bytes) -> None:
         summary = msgspec.structs.replace(summary, agent=name)
-        self._append(_Put(route, summary, body, cumulative=True))
+        self._append(Put(route, summary, body, cumulative=True))
 
-    def _append(self, put: _Put) -> None:
+    def _append(self, put: Put) -> None:
         self._pending.append(put)
         self._pending_bytes += len(put.body)
         self._look_at_room()
@@ -274,7 +267,7 @@ class TrajectoryLog:
             size_bytes += len(self._pending[count].body)
             count += 1
         batch, self._pending = self._pending[:count], self._pending[count:]
-        outcomes = await self._writer.run(_check_and_append, self._store, batch)
+        outcomes = await self._writer.run(check_and_append, self._store, batch)
         self._pending_bytes -= size_bytes
         self._look_at_room()
         durable: dict[bytes, list[BodyRef]] = {}
@@ -294,7 +287,7 @@ class TrajectoryLog:
             self._acknowledge(route, refs)
         self._announcements.announce()
 
-    def _is_durable(self, put: _Put, outcome: Outcome | None) -> bool:
+    def _is_durable(self, put: Put, outcome: Outcome | None) -> bool:
         """Whether its agent may forget a body, of which this became."""
         summary = put.summary
         if outcome is None:
@@ -335,7 +328,20 @@ class TrajectoryLog:
             self._announcements.expire()
 
     async def _read(self, digest: str) -> bytes | None:
-        return await self._reader.run(self._store.read, digest)
+        data = await self._reader.run(self._store.read, digest)
+        if data is None and self._tell_damage():
+            await self._reader.run(self._store.damage.write)
+        return data
+
+    def _tell_damage(self) -> bool:
+        """Log what was found damaged since the last time; whether anything was."""
+        new = self._store.damage.take_new()
+        self.counters["damaged"] += len(new)
+        for segment, gap in new[:MAX_DAMAGE_LINES]:
+            _log.error("trajectory_log.damaged", what=told(segment, gap), remedy=DAMAGE_REMEDY)
+        if len(new) > MAX_DAMAGE_LINES:
+            _log.error("trajectory_log.damaged_more", ranges=len(new) - MAX_DAMAGE_LINES)
+        return bool(new)
 
     async def _frames(self, answer: _Answer) -> Sequence[bytes]:
         if not isinstance(answer, str):
@@ -347,30 +353,6 @@ class TrajectoryLog:
         starts = range(0, len(data), BULK_FRAME_BYTES)
         frames = [data[start : start + BULK_FRAME_BYTES] for start in starts]
         return encode(Body(digest=answer), frames)
-
-
-def _check_and_append(store: BodyStore, batch: Sequence[_Put]) -> list[Outcome | None]:
-    """In the writer's thread; None for a body whose digest is not the promised one."""
-    sound = [body_digest(put.body) == put.summary.digest for put in batch]
-    stored = iter(
-        store.append(
-            [(put.summary, put.body) for put, good in zip(batch, sound, strict=True) if good]
-        )
-    )
-    return [next(stored) if good else None for good in sound]
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == 64 and _HEX.issuperset(text)
-
-
-def _problem(summary: GroupSummary, payload: Sequence[bytes]) -> str:
-    """What makes a summary unusable without looking into the body, or nothing."""
-    if len(payload) != 1:
-        return f"{len(payload)} payload frames, one body expected"
-    if len(payload[0]) != summary.size_bytes:
-        return f"size_bytes: {summary.size_bytes}, the body has {len(payload[0])}"
-    return summary_fault(summary)
 
 
 async def serve(

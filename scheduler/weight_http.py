@@ -269,17 +269,17 @@ class WeightHttp:
         response.content_type = "application/octet-stream"
         response.content_length = end - start
         await response.prepare(request)
-        while request.method == "GET" and start < end:
-            piece = await asyncio.to_thread(
-                os.pread, descriptor, min(PIECE_BYTES, end - start), start
-            )
-            if not piece:
-                raise StoreError(f"{digest}: the file is shorter than it was")
-            start += len(piece)
-            if not await write(response, request, piece):
-                self.counters["stalled"] += 1
-                break
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError):  # a reader that has left needs no traceback
+            while request.method == "GET" and start < end:
+                piece = await asyncio.to_thread(
+                    os.pread, descriptor, min(PIECE_BYTES, end - start), start
+                )
+                if not piece:
+                    raise StoreError(f"{digest}: the file is shorter than it was")
+                start += len(piece)
+                if not await write(response, request, piece):
+                    self.counters["stalled"] += 1
+                    break
             await response.write_eof()
         return response
 

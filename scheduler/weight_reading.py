@@ -19,6 +19,7 @@ import msgspec
 
 from scheduler.weight_policy import change_entry, walk
 from transport.errors import IntegrityError, StoreError
+from transport.runtime.units import ranges_text
 from transport.weights.blobs import BlobFolder, disk_errors
 from transport.weights.folder import write_model_folder
 from transport.weights.manifest import FileEntry, SignedManifest, VersionManifest
@@ -152,7 +153,7 @@ class PolicyShelf:
         if route is None:
             raise StoreError(
                 f"{self.policy}: the files of version {number} are no longer kept; those of "
-                f"{sorted(n for n in self.versions if self.route(n) is not None)} are"
+                f"{ranges_text(n for n in self.versions if self.route(n) is not None)} are"
             )
         try:
             return walk(None, self.blobs, self.hops(route))

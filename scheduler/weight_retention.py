@@ -8,8 +8,9 @@ number of snapshots is small and composites take no more room than one model.
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from scheduler.weight_composites import write_snapshot
 from scheduler.weight_policy import PolicyVersions
-from transport.errors import IntegrityError, StoreError
+from transport.errors import ChecksumMismatch, IntegrityError, StoreError
 from transport.weights.manifest import FileEntry
 
 MAX_COMPOSITES: Final = 128
@@ -26,6 +27,24 @@ def drop_damaged(p: PolicyVersions) -> None:
     for version in [v for v, s in p.snapshots.items() if not p.intact(s.manifest.files)]:
         if p.is_made_here(version):
             p.drop_snapshot(version)
+
+
+def write_head_down(p: PolicyVersions, *, threads: int) -> str:
+    """Write the newest weights down when they are in memory and no other way leads to them. What
+    is wrong with those in memory, which are then given up, or nothing.
+
+    Raises:
+        StoreError: the disk refused.
+    """
+    if p.head is None or p.head.version != p.newest or p.route(p.newest) is not None:
+        return ""
+    newest = p.versions[p.newest].manifest
+    try:
+        p.add_catalogue(write_snapshot(p.blobs, p.head.tensors, newest, threads=threads))
+    except ChecksumMismatch as error:
+        p.head = None
+        return str(error)
+    return ""
 
 
 def read_again(p: PolicyVersions, budget_bytes: int) -> list[tuple[FileEntry, Exception]]:

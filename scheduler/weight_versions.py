@@ -23,11 +23,11 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from scheduler.weight_adding import advance, first, restore
-from scheduler.weight_composites import CompositeJob, Job, write_snapshot
+from scheduler.weight_composites import CompositeJob, Job
 from scheduler.weight_jobs import adopt, next_bridge_job, next_job, step_bytes
 from scheduler.weight_lost import brings_back, check_joins, needs_whole
 from scheduler.weight_policy import PolicyVersions, WalkFailed, walk, walked_files
-from scheduler.weight_retention import drop_damaged, read_again, retain
+from scheduler.weight_retention import drop_damaged, read_again, retain, write_head_down
 from scheduler.weight_upkeep import Asked, kept_versions
 from transport.errors import (
     ChecksumMismatch,
@@ -308,15 +308,9 @@ class WeightVersions:
         p = self._known(policy)
         self._rescan(p)
         drop_damaged(p)
-        if p.route(p.newest) is None and p.head is not None and p.head.version == p.newest:
-            newest = p.versions[p.newest].manifest
-            try:
-                made = write_snapshot(p.blobs, p.head.tensors, newest, threads=self._threads)
-            except ChecksumMismatch as error:
-                self.warnings.append(f"{p.name}: {error}; the trainer's next delta will be refused")
-                p.head = None
-            else:
-                p.add_catalogue(made)
+        fault = write_head_down(p, threads=self._threads)
+        if fault:
+            self.warnings.append(f"{p.name}: {fault}; the trainer's next delta will be refused")
         kept = kept_versions(
             list(p.versions), acked, keep=self._keep_versions, keep_max=self._keep_versions_max
         )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from transport.errors import LocalProtocolError, RemoteProtocolError, VersionRefused
+from transport.errors import LocalProtocolError, RemoteProtocolError, UnknownKind, VersionRefused
 from transport.messages import (
     KINDS,
     PROTOCOL_VERSION,
@@ -108,7 +108,8 @@ def peek(frames: Sequence[bytes]) -> type[Message]:
 
     Raises:
         VersionRefused: another protocol version.
-        RemoteProtocolError: no such frame or no such kind.
+        UnknownKind: a message of a newer farflow, or of none.
+        RemoteProtocolError: no such frame.
     """
     if not frames or not frames[0]:
         raise RemoteProtocolError("version: the first frame is missing or empty")
@@ -121,7 +122,7 @@ def peek(frames: Sequence[bytes]) -> type[Message]:
         raise RemoteProtocolError(f"version: first frame of {len(prefix)} bytes, 2 expected")
     kind_type = KINDS.get(prefix[1])
     if kind_type is None:
-        raise RemoteProtocolError(f"kind: 0x{prefix[1]:02x} is unknown")
+        raise UnknownKind(f"kind: 0x{prefix[1]:02x} is unknown")
     return kind_type
 
 

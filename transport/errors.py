@@ -58,6 +58,10 @@ class RemoteProtocolError(ProtocolError):
     code = "protocol.remote"
 
 
+class UnknownKind(RemoteProtocolError):
+    code = "protocol.kind"
+
+
 class VersionRefused(ProtocolError):
     code = "protocol.version"
 

@@ -154,6 +154,21 @@ def write_new(path: Path, text: str, *, mode: int) -> None:
         raise ConfigError(f"{path}: {error.strerror}; name another folder") from error
 
 
+@contextlib.contextmanager
+def secret_file(path: Path | None, text: str) -> Iterator[None]:
+    """Around making what a secret is for: the new file ``path`` has it before, and is gone where
+    that fails. None writes none. Raises ConfigError as ``write_new``."""
+    if path is None:
+        yield
+        return
+    write_new(path, text, mode=0o600)
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 # ---- what key files say, checked: each raises ValueError naming the field ------------------------
 
 

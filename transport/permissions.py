@@ -11,6 +11,7 @@ Being allowed to send a kind is not being allowed to speak for others: which pol
 message is about is checked against the key's own policy or leases by whoever handles it.
 """
 
+from transport.envelope import KIND_OF
 from transport.messages import (
     AgentLog,
     AgentLogRequest,
@@ -208,6 +209,14 @@ _NOTHING: frozenset[type[Message]] = frozenset()
 def may_send(role: Role, plane: Plane, message_type: type[Message]) -> bool:
     """Whether a key of ``role`` may send ``message_type`` on ``plane``."""
     return message_type in PERMISSIONS.get((role, plane), _NOTHING)
+
+
+def unknown_to(kinds: bytes, role: Role) -> list[str]:
+    """Messages of ``role`` that a peer does not know, by its ``Welcome.kinds``; nothing when that
+    does not say."""
+    allowed = (may for (sender, _), may in PERMISSIONS.items() if sender is role)
+    said = frozenset[type[Message]]().union(*allowed)
+    return sorted(kind.__name__ for kind in said if kinds and KIND_OF[kind] not in kinds)
 
 
 def may_send_at_relay(role: Role, plane: Plane, message_type: type[Message]) -> bool:

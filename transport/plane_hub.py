@@ -24,6 +24,7 @@ from transport.errors import (
     LocalProtocolError,
     ProtocolError,
     StoreError,
+    UnknownKind,
     VersionRefused,
 )
 from transport.keys import KeyPair, Peer
@@ -214,6 +215,13 @@ class PlaneHub:
             self.counters["received.other_version"] += 1
             text = f"{error}; install a farflow that speaks protocol {PROTOCOL_VERSION}"
             self.send(route, Refuse(code=error.code, message=text))
+            return None
+        except UnknownKind as error:
+            self.counters["received.unknown_kind"] += 1
+            _log.warning("plane.unknown_kind", peer=peer.name, reason=str(error))
+            if self.plane is not Plane.CONTROL:
+                text = f"{error} here; a newer farflow says it: upgrade the scheduler's host"
+                self.send(route, Refuse(code=error.code, message=text))
             return None
         except ProtocolError as error:
             self.counters["received.malformed"] += 1

@@ -16,6 +16,7 @@ from transport.runs import (
     EvaluationSpec,
     PartSpec,
     RunSpec,
+    SourceFields,
     TaskSpec,
     WorkflowSpec,
 )
@@ -39,6 +40,18 @@ def run_faults(run: RunSpec) -> Iterator[str]:
 
 def module_faults(run: RunSpec, modules: Collection[str]) -> Iterator[str]:
     """Every function of a run's tasks that is in none of the ``modules`` that may be used."""
+    for at, source in task_functions(run):
+        module = source.function.partition(":")[0]
+        if module not in modules:
+            yield (
+                f"{at}.function: module {module!r} is not one that the scheduler may use; add"
+                " it to [scheduler] task_modules and restart the scheduler (listed:"
+                f" {', '.join(sorted(modules)) or 'none'})"
+            )
+
+
+def task_functions(run: RunSpec) -> Iterator[tuple[str, SourceFields]]:
+    """The sources of a run's tasks that are functions, each with the key of its table."""
     tasks = {"task": run.task}
     for name, spec in run.all_evaluations().items():
         if spec.task is not None:
@@ -47,13 +60,8 @@ def module_faults(run: RunSpec, modules: Collection[str]) -> Iterator[str]:
     for where, task in tasks.items():
         parts = {f"{where}.parts[{number}]": part for number, part in enumerate(task.parts)}
         for at, source in {where: task, **parts}.items():
-            module = source.function.partition(":")[0]
-            if module and module not in modules:
-                yield (
-                    f"{at}.function: module {module!r} is not one that the scheduler may use; add"
-                    " it to [scheduler] task_modules and restart the scheduler (listed:"
-                    f" {', '.join(sorted(modules)) or 'none'})"
-                )
+            if source.function:
+                yield at, source
 
 
 def task_faults(task: TaskSpec, where: str) -> Iterator[str]:

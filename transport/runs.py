@@ -253,7 +253,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     are asked in order for each training item; the first one that objects has it skipped.
     Log-probabilities that an agent recorded for ``drift_tokens`` tokens may differ from the
     trainer's by ``max_drift`` nats a token (``scheduler.core.honesty``); of ``recheck_rewards`` of
-    the training groups another agent finds the rewards again (``scheduler.core.rechecks``)."""
+    the training groups another agent finds the rewards again (``scheduler.core.rechecks``), one of
+    ``recheck_by`` where agents are named there: their word decides."""
 
     name: str
     mode: Literal["async", "sync"] = "async"
@@ -276,6 +277,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_drift: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.1
     drift_tokens: Positive = 1000
     recheck_rewards: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    recheck_by: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
     require: Annotated[dict[str, tuple[str, ...]], Meta(max_length=64)] = {}
 
     def __post_init__(self) -> None:

@@ -170,7 +170,8 @@ class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One policy of a run. ``trainer`` is absent, waiting, training or done; ``replay_groups`` are
-    kept to be trained on again."""
+    kept to be trained on again. ``delta_bytes`` of ``full_bytes`` has the delta of the newest
+    version that is stored, which may be older than the last step's; None before there is one."""
 
     policy: str
     trainer: str
@@ -183,6 +184,8 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_step: StepStatus | None
     evaluations: tuple[EvaluationStatus, ...]
     replay_groups: int = 0
+    delta_bytes: int | None = None
+    full_bytes: int | None = None
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,6 +48,11 @@ METRICS: Final[dict[Daemon, tuple[Metric, ...]]] = {
             "farflow_scheduler_uptime_seconds", "gauge", "Since this life of the scheduler began."
         ),
         Metric(
+            "farflow_scheduler_status_age_seconds",
+            "gauge",
+            "How long ago the scheduler said what this page says.",
+        ),
+        Metric(
             "farflow_scheduler_loop_lag_seconds",
             "gauge",
             "The longest that the deciding loop was held up within the last minute.",
@@ -187,6 +192,14 @@ METRICS: Final[dict[Daemon, tuple[Metric, ...]]] = {
         ),
         Metric("farflow_run_more_slots", "gauge", "Slots that would raise steps per hour.", _RUN),
         Metric("farflow_run_steps_per_hour", "gauge", "As the demand estimate sees it.", _RUN),
+        Metric("farflow_http_connections", "gauge", "Connections to the HTTP interface now."),
+        Metric(
+            "farflow_http_refused_total",
+            "counter",
+            "Requests and connections that were refused, by code; `too_many_of_address` is"
+            " `http.max_connections_per_address`.",
+            ("code",),
+        ),
         Metric(
             "farflow_mqtt_connected",
             "gauge",

@@ -53,12 +53,13 @@ class BodyChecked(Event, frozen=True, kw_only=True):
 class StepFinished(Event, frozen=True, kw_only=True):
     """The optimizer step that ``RunStep`` asked for is done and its weights are captured.
     ``finite`` says whether they may be published, ``drifts`` how far groups were from the weights
-    before it."""
+    before it, ``moved`` how far the step moved the policy (nats a token; None: unknown)."""
 
     step: int
     metrics: dict[str, float] = {}
     finite: bool = True
     drifts: tuple[GroupDrift, ...] = ()
+    moved: float | None = None
 
 
 class VersionReady(Event, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ engine keeps to its slots by itself: a started attempt may run in waves, or wait
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from transport.ids import Fence
@@ -24,28 +24,23 @@ class AttemptState(StrEnum):
 
 @dataclass(slots=True)
 class Attempt:
-    """One accepted offer; ``pinned`` is by policy id."""
+    """One accepted offer; ``pinned`` is by policy id. What follows from the offer is worked out
+    once: it is looked at with every event."""
 
     offer: LeaseOffer
     accepted_s: float
     pinned: dict[str, int]
     state: AttemptState = AttemptState.WAITING
+    name: str = field(init=False)
+    fence: Fence = field(init=False)
+    policies: tuple[str, ...] = field(init=False)
+    sequences: int = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.offer.attempt
-
-    @property
-    def fence(self) -> Fence:
-        return self.offer.fence
-
-    @property
-    def policies(self) -> tuple[str, ...]:
-        return tuple(sorted(set(self.offer.policies.values())))
-
-    @property
-    def sequences(self) -> int:
-        return sequences_of(self.offer)
+    def __post_init__(self) -> None:
+        offer = self.offer
+        self.name, self.fence = offer.attempt, offer.fence
+        self.policies = tuple(sorted(set(offer.policies.values())))
+        self.sequences = sequences_of(offer)
 
 
 def sequences_of(offer: LeaseOffer) -> int:
@@ -95,8 +90,14 @@ class Attempts:
     def remove(self, attempt: Attempt) -> None:
         del self._held[attempt.name]
 
-    def of_policy(self, policy: str) -> list[Attempt]:
-        return [attempt for attempt in self if policy in attempt.policies]
+    def use(self, policy: str) -> bool:
+        """Whether any of them needs the policy's weights."""
+        return any(policy in held.policies for held in self._held.values())
+
+    def waiting(self) -> list[Attempt]:
+        """Those that have not started, oldest first."""
+        waiting = AttemptState.WAITING
+        return [held for held in self._held.values() if held.state is waiting]
 
     def inventory(self) -> list[HeldAttempt]:
         return [
@@ -109,15 +110,17 @@ class Attempts:
         ]
 
     def sequences(self, *states: AttemptState) -> int:
-        return sum(held.sequences for held in self._held.values() if held.state in states)
+        total = 0
+        for held in self._held.values():
+            if held.state in states:
+                total += held.sequences
+        return total
 
     def bound(self, policy: str) -> int | None:
         """The version that pinned work keeps ``policy`` from passing; None without such work."""
-        return min(
-            (
-                held.pinned[policy]
-                for held in self._held.values()
-                if policy in held.pinned and held.state is not AttemptState.SCORING
-            ),
-            default=None,
-        )
+        least: int | None = None
+        for held in self._held.values():
+            if held.pinned and policy in held.pinned and held.state is not AttemptState.SCORING:
+                version = held.pinned[policy]
+                least = version if least is None else min(least, version)
+        return least

@@ -29,6 +29,10 @@ class ClockFilter:
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
+        self.rtt_s: float | None = None
+        """The least delay; None without a sample."""
+        self.ahead_s: float | None = None
+        """The scheduler's wall clock minus our monotonic one; None without stamps."""
 
     def add(self, *, sent_s: float, arrived_s: float, received_s: float, replied_s: float) -> None:
         """One answered heartbeat. ``sent_s`` and ``arrived_s`` are our monotonic clock,
@@ -43,14 +47,15 @@ class ClockFilter:
             self._samples.append(_Sample(max(elapsed_s - held_s, 0.0), ahead_s))
         else:
             self._samples.append(_Sample(elapsed_s, None))
+        self._choose()
 
-    @property
-    def rtt_s(self) -> float | None:
-        """The least delay; None without a sample."""
-        return min((sample.delay_s for sample in self._samples), default=None)
-
-    @property
-    def ahead_s(self) -> float | None:
-        """The scheduler's wall clock minus our monotonic one; None without stamps."""
-        stamped = [sample for sample in self._samples if sample.ahead_s is not None]
-        return min(stamped, key=lambda sample: sample.delay_s).ahead_s if stamped else None
+    def _choose(self) -> None:
+        """Once per sample, not each time that somebody asks; of equal ones the oldest."""
+        least_s = stamped_s = math.inf
+        self.ahead_s = None
+        for delay_s, ahead_s in self._samples:
+            if delay_s < least_s:
+                least_s = delay_s
+            if ahead_s is not None and delay_s < stamped_s:
+                stamped_s, self.ahead_s = delay_s, ahead_s
+        self.rtt_s = least_s

@@ -66,7 +66,8 @@ class Speed:
 
 class Ladder:
     """The weights of one policy on this agent; ``hosted`` false: the scheduler wants it no more,
-    and it is released at ``linger_until_s``; ``released``: it is gone with its copy."""
+    and it is released at ``linger_until_s``; ``released``: it is gone with its copy. A standing
+    request is repeated every ``repeat_s``."""
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Ladder:
         self.target: int | None = None
         self.failures = 0
         self.upto: int | None = None
+        self.repeat_s = settings.request_repeat_s
         self._settings = settings
         self._rng = rng
         self._tickets = tickets
@@ -263,8 +265,10 @@ class Ladder:
 
     def deadline(self, in_use: bool) -> float | None:
         """When ``advance`` or, unless attempts still use the policy, ``expired`` has news."""
-        due = (self._due_s, None if in_use else self.linger_until_s)
-        return min((at for at in due if at is not None), default=None)
+        due_s, linger_s = self._due_s, None if in_use else self.linger_until_s
+        if due_s is None or linger_s is None:
+            return linger_s if due_s is None else due_s
+        return min(due_s, linger_s)
 
     def _beyond(self, version: int | None) -> bool:
         return self.upto is not None and version is not None and version > self.upto
@@ -282,7 +286,7 @@ class Ladder:
 
     def _request(self, now: float) -> list[Effect]:
         self.stage = Stage.IDLE
-        self._due_s = now + self._settings.request_repeat_s
+        self._due_s = now + self.repeat_s
         request = WeightsRequest(
             policy=self.policy,
             have_version=self.version,

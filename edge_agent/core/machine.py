@@ -127,17 +127,13 @@ class AgentCore:
         """When to feed ``Tick`` if nothing else happens before; None after the end."""
         if self._exited:
             return None
-        due = [
-            self._session.deadline(),
-            self._work.deadline(),
-            self._work.outbox.deadline(),
-            self._leaving.until_s,
-            *(
-                ladder.deadline(in_use=bool(self._work.attempts.of_policy(ladder.policy)))
-                for ladder in self._weights
-            ),
-        ]
-        return min((at for at in due if at is not None), default=None)
+        work, attempts = self._work, self._work.attempts
+        soonest_s = self._session.deadline()
+        due = [work.deadline(), work.outbox.deadline(), self._leaving.until_s]
+        for ladder in self._weights:
+            leaving = ladder.linger_until_s is not None
+            due.append(ladder.deadline(in_use=leaving and attempts.use(ladder.policy)))
+        return min([soonest_s, *[at_s for at_s in due if at_s is not None]])
 
     def status(self) -> AgentSnapshot:
         work = self._work
@@ -190,6 +186,10 @@ class AgentCore:
             case FromScheduler(message=message):
                 self._session.heard(now)
                 return self._from_scheduler(message, now)
+            case Measured(wall_s=wall_s):
+                self._measured = event
+                self._work.measured(event.running_sequences + event.waiting_sequences)
+                self._session.read_wall(wall_s, now)
             case FromTrajectoryLog(message=TrajectoryAck() | TrajectoryRefused() as message):
                 return self._work.acknowledged(message, now)
             case FromTrajectoryLog(message=TrajectoryAcks(bodies=bodies)):
@@ -225,10 +225,6 @@ class AgentCore:
                     self._work.outbox.link_down()
             case SendFailed():
                 self._send_failed(event, now)
-            case Measured(wall_s=wall_s):
-                self._measured = event
-                self._work.measured(event.running_sequences + event.waiting_sequences)
-                self._session.read_wall(wall_s, now)
             case DrainRequested(reason=reason, deadline_s=deadline_s):
                 return self._leaving.drain(reason, deadline_s, now)
             case Tick():
@@ -256,7 +252,9 @@ class AgentCore:
                 self._journal.count("answer.of_another_life")
             case Welcome():
                 effects = self._session.welcomed(message, now)
+                effects += self._work.peer_knows(message.kinds)
                 self._weights.upto = message.upto
+                self._weights.pace(self._session.heartbeat_s)
                 return effects + self._weights.host(message.policies, now)
             case HostedPolicies(policies=policies):
                 return self._weights.host(policies, now)
@@ -329,11 +327,13 @@ class AgentCore:
 
     def _advance(self, now: float) -> list[Effect]:
         effects = self._work.advance(now)
-        for ladder in self._weights:
-            if ladder.expired(now) and not self._work.attempts.of_policy(ladder.policy):
+        attempts, weights = self._work.attempts, self._weights
+        for ladder in weights:
+            if ladder.expired(now) and not attempts.use(ladder.policy):
                 effects += ladder.release()
-            pinned = self._work.attempts.bound(ladder.policy)
-            effects += ladder.hold(self._weights.bound(ladder.policy, pinned), now)
+            upto = weights.bound(ladder.policy, attempts.bound(ladder.policy))
+            if upto != ladder.upto:
+                effects += ladder.hold(upto, now)
             effects += ladder.advance(now)
         effects += self._work.outbox.advance(now)
         effects += self._session.silent(now)
@@ -371,6 +371,7 @@ class AgentCore:
                 labels=settings.labels,
                 bases=settings.bases,
                 rechecks=True,
+                recheck_kinds=settings.recheck_kinds,
                 price_usd_hour=settings.price_usd_hour,
                 egress_usd_gb=settings.egress_usd_gb,
             ),

@@ -14,8 +14,9 @@ from collections.abc import Iterable
 
 from edge_agent.core.effects import Effect, OfferBodies, RemakeLink, ToTrajectoryLog
 from edge_agent.core.settings import AgentSettings
+from transport.envelope import BULK_FRAME_BYTES, KIND_OF
 from transport.errors import InvariantViolation
-from transport.messages import GroupSummary, Plane
+from transport.messages import GroupSummary, Plane, TrajectoryOffer
 
 
 class Outbox:
@@ -31,6 +32,7 @@ class Outbox:
         self._stall_s = settings.upload_stall_s
         self._retry_s: float | None = None
         self._connected = True
+        self._offers = True
         self.size_bytes = 0
         for summary in spooled:
             self.add(summary)
@@ -63,6 +65,17 @@ class Outbox:
         summary = self._entries.pop(attempt)
         self.size_bytes -= summary.size_bytes
         self._unsend(summary)
+
+    def peer_knows(self, kinds: bytes) -> None:
+        """Which kinds of messages the log knows (none: not said). One that is too old for offers
+        is sent bodies whole, as far as a frame can hold them."""
+        self._offers = not kinds or KIND_OF[TrajectoryOffer] in kinds
+
+    def undeliverable(self) -> list[GroupSummary]:
+        """Bodies that can be given to the log in no way that it knows."""
+        if self._offers:
+            return []
+        return [one for one in self._entries.values() if one.size_bytes > BULK_FRAME_BYTES]
 
     def link_up(self) -> None:
         """What was under way may be lost: all of it is sent and offered again."""
@@ -102,7 +115,7 @@ class Outbox:
         for attempt, summary in self._entries.items():
             if attempt in self._sent or attempt in self._offered:
                 continue
-            if summary.size_bytes > self._settings.whole_body_bytes:
+            if self._offers and summary.size_bytes > self._settings.whole_body_bytes:
                 if len(self._offered) < self._settings.upload_offers:
                     self._offered[attempt] = None
                     offers.append(summary)
@@ -117,10 +130,11 @@ class Outbox:
         return effects
 
     def deadline(self) -> float | None:
-        due = [] if self._retry_s is None else [self._retry_s]
-        if self._sent or self._offered:
-            due.append(self._progress_s + self._stall_s)
-        return min(due, default=None)
+        retry_s = self._retry_s
+        if not (self._sent or self._offered):
+            return retry_s
+        stalled_s = self._progress_s + self._stall_s
+        return stalled_s if retry_s is None else min(retry_s, stalled_s)
 
     def _fits(self, summary: GroupSummary) -> bool:
         """Whether the window has room for one more put; there always is for one."""

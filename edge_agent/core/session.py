@@ -126,10 +126,11 @@ class Session:
             received_s=message.received_s,
             replied_s=message.replied_s,
         )
-        self._reports = deque(
-            (entry for entry in self._reports if not 0 < entry[1] <= message.sequence),
-            maxlen=_MAX_REPORTS,
-        )
+        if self._reports:
+            self._reports = deque(
+                (entry for entry in self._reports if not 0 < entry[1] <= message.sequence),
+                maxlen=_MAX_REPORTS,
+            )
         return True
 
     def read_wall(self, wall_s: float | None, now: float) -> None:
@@ -176,6 +177,8 @@ class Session:
         self._beats[self.sequence] = now
         if len(self._beats) > _MAX_HEARTBEATS:
             del self._beats[min(self._beats)]
+        if not self._reports:
+            return []
         repeated = [report for report, after in self._reports if not after]
         self._reports = deque(
             ((report, after or self.sequence) for report, after in self._reports),

@@ -9,18 +9,19 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Durations in seconds, sizes in bytes.
 
     ``slots`` is the engine's number of concurrent sequences, ``bases`` the policies whose adapters
-    it can have: their model is here. ``prefetch_sequences`` is how many
-    more may wait for a slot or for weights: far above what a scheduler prefetches, it only bounds
-    memory, as does ``max_attempt_sequences`` for a single attempt. ``max_held`` bounds the
-    attempts held at once, spooled ones included, so that an inventory of all of them fits into
-    one control frame. A policy that is hosted no more is kept up to date for ``linger_s``: its
-    last version is still to arrive, and it may be wanted again. The copy of a policy is read again
-    as a whole every ``verify_every_swaps`` swaps and at versions with a signed full digest, and
-    cells of the engine are compared with it after the first two and every
-    ``read_back_every_swaps``-th (0: never). While an attempt waits for a slot only, the engine is
-    asked every ``slot_poll_s`` what it holds, besides when sequences leave it. Bodies above
-    ``whole_body_bytes`` are offered, at most ``upload_offers`` at once, and asked for in chunks by
-    the log; the others are put whole, at most the upload window of them under way.
+    it can have: their model is here; ``recheck_kinds`` are the workflows and rewards that
+    ``edge_agent.recheck`` knows beside the first ones. ``prefetch_sequences`` is how many more may
+    wait for a slot or for weights: far above what a scheduler prefetches, it only bounds memory, as
+    does ``max_attempt_sequences`` for a single attempt. ``max_held`` bounds the attempts held at
+    once, spooled ones included, so that an inventory of all of them fits into one control frame. A
+    policy that is hosted no more is kept up to date for ``linger_s``: its last version is still to
+    arrive, and it may be wanted again. The copy of a policy is read again as a whole every
+    ``verify_every_swaps`` swaps and at versions with a signed full digest, and cells of the engine
+    are compared with it after the first two and every ``read_back_every_swaps``-th (0: never).
+    While an attempt waits for a slot only, the engine is asked every ``slot_poll_s`` what it holds,
+    besides when sequences leave it. Bodies above ``whole_body_bytes`` are offered, at most
+    ``upload_offers`` at once, and asked for in chunks by the log; the others are put whole, at most
+    the upload window of them under way.
     """
 
     slots: int
@@ -30,6 +31,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     rewards: tuple[str, ...] = ()
     labels: dict[str, str] = {}
     bases: tuple[str, ...] = ()
+    recheck_kinds: tuple[str, ...] = ("multi_turn", "solve_and_verify", "code")
     price_usd_hour: float = 0.0
     egress_usd_gb: float = 0.0
     prefetch_sequences: int = 512

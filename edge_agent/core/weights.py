@@ -38,11 +38,19 @@ class Weights:
         self._tickets = count(1)
         self._speed = Speed()
         self._ladders: dict[str, Ladder] = {}
+        self._repeat_s = settings.request_repeat_s
         self.upto: dict[str, int] = {}
         """Versions that the scheduler wants kept for now, by policy."""
 
     def __iter__(self) -> Iterator[Ladder]:
         return iter(tuple(self._ladders.values()))
+
+    def pace(self, heartbeat_s: float) -> None:
+        """Repeat requests no more often than heartbeats, whose interval grows with the fleet: ten
+        thousand agents would ask two thousand times a second for what is not there yet."""
+        self._repeat_s = max(self._settings.request_repeat_s, heartbeat_s)
+        for ladder in self._ladders.values():
+            ladder.repeat_s = self._repeat_s
 
     def find(self, policy: str) -> Ladder | None:
         return self._ladders.get(policy)
@@ -65,13 +73,16 @@ class Weights:
                 self._ladders[policy] = Ladder(
                     policy, self._settings, self._rng, self._tickets, self._speed
                 )
+                self._ladders[policy].repeat_s = self._repeat_s
                 effects += self._ladders[policy].open()
         return effects
 
     def bound(self, policy: str, pinned: int | None) -> int | None:
         """What a copy must not pass: what pinned work needs, and what the scheduler wants kept."""
-        bounds = (pinned, self.upto.get(policy))
-        return min((bound for bound in bounds if bound is not None), default=None)
+        wanted = self.upto.get(policy)
+        if pinned is None or wanted is None:
+            return wanted if pinned is None else pinned
+        return min(pinned, wanted)
 
     def planned(self, plan: WeightsPlan) -> list[Effect]:
         ladder = self._ladders.get(plan.policy)

@@ -30,6 +30,7 @@ from edge_agent.core.outbox import Outbox
 from edge_agent.core.session import Session
 from edge_agent.core.settings import AgentSettings
 from edge_agent.core.weights import Weights
+from transport.envelope import BULK_FRAME_BYTES
 from transport.errors import InvariantViolation
 from transport.ids import Fence
 from transport.messages import (
@@ -174,9 +175,8 @@ class Work:
         """Start what can start; give up what waited for its weights too long or in vain."""
         effects: list[Effect] = []
         self._poll_s = None
-        for held in self.attempts:
-            if held.state is AttemptState.WAITING:
-                effects += self._start_or_give_up(held, now)
+        for held in self.attempts.waiting():
+            effects += self._start_or_give_up(held, now)
         return effects
 
     @property
@@ -215,10 +215,11 @@ class Work:
         return [RunAttempt(offer=held.offer, queued_s=now - held.accepted_s)]
 
     def deadline(self) -> float | None:
-        waiting = [held.accepted_s for held in self.attempts if held.state is AttemptState.WAITING]
+        waiting = self.attempts.waiting()
         if not waiting:
             return None
-        due_s = min(waiting) + self._settings.attempt_timeout_s
+        # Oldest first, and a clock never goes back.
+        due_s = waiting[0].accepted_s + self._settings.attempt_timeout_s
         return due_s if self._poll_s is None else min(due_s, self._poll_s)
 
     # ---- progress and end ----------------------------------------------------------------------
@@ -240,7 +241,25 @@ class Work:
         self.outbox.add(summary)
         self._largest_body_bytes = max(self._largest_body_bytes, summary.size_bytes)
         self._journal.note(summary.attempt, "spooled")
-        return []
+        return self._give_up_undeliverable()
+
+    def peer_knows(self, kinds: bytes) -> list[Effect]:
+        """Which kinds of messages the cloud side knows (``Welcome.kinds``)."""
+        self.outbox.peer_knows(kinds)
+        return self._give_up_undeliverable()
+
+    def _give_up_undeliverable(self) -> list[Effect]:
+        """Rather than to fill the spool: what an older log cannot take, no agent can give it."""
+        effects: list[Effect] = []
+        for summary in self.outbox.undeliverable():
+            effects += self._drop(summary, "the log is too old for it")
+            text = (
+                f"a body of {summary.size_bytes} bytes: the trajectory log is of an older farflow"
+                f" and takes {BULK_FRAME_BYTES} at most; upgrade the scheduler's host"
+            )
+            code = "upload.too_large"
+            effects.append(self._report(summary.attempt, summary.fence, code, text))
+        return effects
 
     def lost(self, event: BodyLost) -> list[Effect]:
         """A result is gone from the disk: the attempt fails after all."""

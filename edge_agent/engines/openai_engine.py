@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import random
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,15 +27,14 @@ import structlog
 
 from edge_agent.config import OpenaiServer, OpenaiTable
 from edge_agent.engine import (
-    Chat,
     Completion,
-    EngineStats,
     GenerationRequest,
     Positions,
-    Tools,
     WeightsHidden,
     refuse_adapter,
 )
+from edge_agent.engines.chat_tokenizer import ChatTokenizer
+from edge_agent.engines.hosting import HostingEngine
 from edge_agent.engines.openai_served import (
     FROZEN,
     Served,
@@ -49,7 +48,7 @@ from edge_agent.engines.openai_weights import ServerWeights
 from edge_agent.engines.openai_wire import ServerAway, ServerBusy
 from edge_agent.engines.request_check import vllm_fault
 from edge_agent.engines.threads import in_thread
-from edge_agent.engines.vllm_room import Admission, PolicyRoom
+from edge_agent.engines.vllm_room import PolicyRoom
 from transport.errors import (
     EngineCrashed,
     EngineError,
@@ -57,7 +56,7 @@ from transport.errors import (
     ModelError,
     WeightApplyFailed,
 )
-from transport.runtime.clock import Clock, SystemClock
+from transport.runtime.clock import Clock
 from transport.weights.folder import read_model_folder
 from transport.weights.patch import Patch, whole
 from transport.weights.tensors import Cells, TensorBytes
@@ -82,8 +81,12 @@ class _Hosted:
         self.lost: EngineError | None = None
         self.drawing: set[Drawing] = set()
 
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        return self.served.tokenizer
 
-class OpenaiEngine:
+
+class OpenaiEngine(HostingEngine[_Hosted]):
     """``Engine`` over servers at the addresses in ``table``.
 
     Raises:
@@ -92,25 +95,16 @@ class OpenaiEngine:
 
     def __init__(self, slots: int, table: OpenaiTable, *, clock: Clock | None = None) -> None:
         check_servers(table)
+        super().__init__(slots, clock)
         self.slots = slots
         self.takes_adapters = False
-        self.when_freed: Callable[[], None] | None = None
-        self.when_lost: Callable[[str], None] | None = None
         self._table = table
-        self._clock = clock or SystemClock()
         self._life = f"farflow-{secrets.token_hex(6)}"
         self._salts = itertools.count(1)
         self._rng = random.Random()  # noqa: S311 - spreads retries
-        self._admission = Admission(slots, self._freed)
         self._room = PolicyRoom(0, slots)
-        self._hosted: dict[str, _Hosted] = {}
-        self._changing: dict[str, asyncio.Lock] = {}
         self._requests: set[asyncio.Task[Completion]] = set()
         self._session: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._tokens_generated = 0
-        self._busy_s = 0.0
-        self._busy_since_s: float | None = None
 
     async def start(self) -> None:
         """Take requests from now on; a server is asked for when a policy loads."""
@@ -139,24 +133,6 @@ class OpenaiEngine:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
-
-    # ---- texts ---------------------------------------------------------------------------------
-
-    def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
-        """See ``Engine.encode``; raises GenerationFailed when the policy is not loaded."""
-        return self._find(policy).served.tokenizer.encode(prompt)
-
-    def encode_chat(self, policy: str, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
-        """See ``Engine.encode_chat``."""
-        return self._find(policy).served.tokenizer.encode_chat(messages, tools)
-
-    def encode_next(self, policy: str, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
-        """See ``Engine.encode_next``."""
-        return self._find(policy).served.tokenizer.encode_next(answer, messages)
-
-    def decode(self, policy: str, tokens: Sequence[int]) -> str:
-        """See ``Engine.decode``; raises GenerationFailed when the policy is not loaded."""
-        return self._find(policy).served.tokenizer.decode(tokens)
 
     # ---- sequences -----------------------------------------------------------------------------
 
@@ -220,29 +196,7 @@ class OpenaiEngine:
         raise hosted.lost
 
     def _drawn(self, tokens: int) -> None:
-        self._tokens_generated += tokens
-
-    def stats(self) -> EngineStats:
-        """See ``Engine.stats``."""
-        self._busy()
-        return EngineStats(
-            tokens_generated=self._tokens_generated,
-            busy_s=self._busy_s,
-            running=self._admission.running,
-            waiting=self._admission.waiting,
-        )
-
-    def _busy(self) -> None:
-        """Count the time since the last call, if something was being drawn."""
-        now_s = self._clock.monotonic_s()
-        if self._busy_since_s is not None:
-            self._busy_s += now_s - self._busy_since_s
-        self._busy_since_s = now_s if self._admission.running else None
-
-    def _freed(self) -> None:
-        self._busy()
-        if self.when_freed is not None and self._loop is not None:
-            self.when_freed()
+        self._tokens_drawn += tokens
 
     # ---- weights -------------------------------------------------------------------------------
 
@@ -347,26 +301,17 @@ class OpenaiEngine:
 
     def read_weights(self, policy: str) -> Iterator[tuple[str, TensorBytes]]:
         """See ``Engine.read_weights``; raises WeightsHidden where the server shows none."""
-        return self._shown(policy).read_weights()
+        return self._shown(policy).cells.read_weights()
 
     def read_cells(self, policy: str, tensor: str, positions: Positions) -> Cells:
         """See ``Engine.read_cells``; raises WeightsHidden where the server shows none."""
-        return self._shown(policy).read_cells(tensor, positions)
+        return self._shown(policy).cells.read_cells(tensor, positions)
 
     def _shown(self, policy: str) -> ServerWeights:
         served = self._find(policy).served
         if served.weights is None:
             raise WeightsHidden(f"{policy}: the server at {served.address.url} shows no weights")
         return served.weights
-
-    def _find(self, policy: str) -> _Hosted:
-        hosted = self._hosted.get(policy)
-        if hosted is None:
-            raise GenerationFailed(f"policy {policy!r} is not loaded in this engine")
-        return hosted
-
-    def _lock(self, policy: str) -> asyncio.Lock:
-        return self._changing.setdefault(policy, asyncio.Lock())
 
     def _drop(self, policy: str, reason: EngineError | None) -> None:
         """The policy is loaded no more; with a reason what is drawn for it fails."""

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from edge_agent.config import VllmTable
+from edge_agent.engines.vllm_adapter import adapter_arguments, check_takes_adapters
 from edge_agent.engines.vllm_map import TensorForm
+from edge_agent.engines.vllm_owner import own_processes
 from transport.errors import ConfigError, EngineCrashed, FarflowError, ModelError
 from transport.weights.folder import is_adapter_folder, read_model_folder
 
@@ -22,14 +24,18 @@ STREAM_TOKENS: Final = 16
 """Tokens of a sequence that vLLM hands over at once, after the first."""
 
 
-def tensor_forms(folder: Path) -> tuple[dict[str, TensorForm], dict[str, tuple[int, ...]]]:
-    """Forms and shapes of the folder's tensors, in canonical order.
+def tensor_forms(
+    folder: Path, *, adapter: bool = False
+) -> tuple[dict[str, TensorForm], dict[str, tuple[int, ...]]]:
+    """Forms and shapes of the folder's tensors, in canonical order; a model's, or an adapter's.
 
     Raises:
-        ModelError: the folder does not load, or has tensors that vLLM cannot be given.
+        ModelError: the folder does not load, is the other of the two, or has tensors that vLLM
+            cannot be given.
     """
-    if is_adapter_folder(folder):
-        raise ModelError(f"{folder}: is an adapter; the vllm engine takes whole models only")
+    if is_adapter_folder(folder) != adapter:
+        found, wanted = ("a whole model", "adapter") if adapter else ("an adapter", "model")
+        raise ModelError(f"{folder}: is {found}, and not the {wanted} that it is loaded as")
     tensors = read_model_folder(folder, mapped=True)
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
@@ -39,15 +45,23 @@ def tensor_forms(folder: Path) -> tuple[dict[str, TensorForm], dict[str, tuple[i
 
 
 def engine_arguments(
-    table: VllmTable, policy: str, folder: Path, forms: Mapping[str, TensorForm], device: str
+    table: VllmTable,
+    policy: str,
+    folder: Path,
+    forms: Mapping[str, TensorForm],
+    device: str,
+    *,
+    adapter: Path | None = None,
 ) -> dict[str, Any]:
-    """Arguments of ``AsyncEngineArgs`` for one policy.
+    """Arguments of ``AsyncEngineArgs`` for one policy: the model in ``folder``, whose tensors have
+    these forms, and if one is named the adapter in another folder.
 
     Raises:
-        ConfigError: ``[agent.vllm] extra`` has what vLLM has not, or what is ours.
+        ConfigError: ``[agent.vllm] extra`` has what vLLM has not, or what is ours; or ``dtype`` is
+            one that vLLM has no adapters for.
+        ModelError: vLLM has no adapters for this model, or not of this rank.
     """
     from vllm import AsyncEngineArgs
-    from vllm.config import WeightTransferConfig
 
     kinds = [form.dtype for form in forms.values()]
     own: dict[str, Any] = {
@@ -63,8 +77,15 @@ def engine_arguments(
         "stream_interval": STREAM_TOKENS,
         "disable_log_stats": True,
         "worker_extension_cls": _EXTENSION,
-        "weight_transfer_config": WeightTransferConfig(backend="farflow"),
     }
+    if adapter is not None:
+        if own["dtype"] == "float32" and not device.startswith("cpu"):
+            raise ConfigError(
+                f"agent.vllm.dtype: {policy} is an adapter, and vLLM computes adapters of models in"
+                " bfloat16 or float16 only; set one of them"
+            )
+        check_takes_adapters(folder)
+        own |= adapter_arguments(adapter)
     if table.max_model_len:
         own["max_model_len"] = table.max_model_len
     if table.kv_cache_gib:
@@ -90,7 +111,9 @@ def memory_share(table: VllmTable, policy: str) -> float:
 
 
 def environment(threads: int) -> None:
-    """What vLLM and its processes read from the environment, unless the user has set it."""
+    """What vLLM and its processes read from the environment, unless the user has set it; and whose
+    processes they are."""
+    own_processes()
     for name, value in {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",  # it reports to its makers otherwise

@@ -2,8 +2,8 @@
 
 What always holds:
 
-1. Each policy has a vLLM of its own, in processes of its own (``vllm_policy``); here is only what
-   goes in and comes out.
+1. Each policy has a vLLM of its own, in processes of its own (``vllm_policy``), one that is an
+   adapter too; here is only what goes in and comes out.
 2. A request is answered, failed or cancelled, and one that is cancelled leaves vLLM at once. One
    that fails takes no other with it, except those of a process that died.
 3. When a policy's process dies it counts as not loaded from that moment on: its requests fail,
@@ -14,26 +14,21 @@ What always holds:
 import asyncio
 import contextlib
 import importlib.util
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import structlog
 
 from edge_agent.config import VllmTable
-from edge_agent.engine import (
-    Chat,
-    Completion,
-    EngineStats,
-    GenerationRequest,
-    Positions,
-    Tools,
-    refuse_adapter,
-)
+from edge_agent.engine import Completion, EngineStats, GenerationRequest, Positions
+from edge_agent.engines.chat_tokenizer import ChatTokenizer
+from edge_agent.engines.hosting import HostingEngine
 from edge_agent.engines.threads import in_thread
 from edge_agent.engines.vllm_arguments import environment
 from edge_agent.engines.vllm_policy import VllmPolicy
-from edge_agent.engines.vllm_room import Admission, PolicyRoom, remember, remembered
+from edge_agent.engines.vllm_room import PolicyRoom, remember, remembered
 from transport.errors import (
     ConfigError,
     EngineCrashed,
@@ -43,7 +38,7 @@ from transport.errors import (
     ModelError,
     WeightApplyFailed,
 )
-from transport.runtime.clock import Clock, SystemClock
+from transport.runtime.clock import Clock
 from transport.weights.patch import Patch
 from transport.weights.tensors import Cells, TensorBytes
 
@@ -67,8 +62,12 @@ class _Hosted:
         self.idle = asyncio.Event()
         self.idle.set()
 
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        return self.policy.tokenizer
 
-class VllmEngine:
+
+class VllmEngine(HostingEngine[_Hosted]):
     """``Engine`` over vLLM. ``slots`` bounds the sequences of all policies together; 0: what the
     caches have room for. What an agent says of itself is fixed when it starts, so ``slots`` is then
     what an earlier life found, written to the file ``memory``; in the first one vLLM's own limit.
@@ -92,25 +91,16 @@ class VllmEngine:
                 "engine = \"vllm\": vLLM is not installed: pip install 'farflow[vllm]'"
             )
         environment(threads)
+        super().__init__(slots, clock)
         self._memory = memory if not slots else None
         self.slots = slots or remembered(self._memory) or table.max_sequences
-        self.takes_adapters = False
-        self.when_freed: Callable[[], None] | None = None
-        self.when_lost: Callable[[str], None] | None = None
+        self.takes_adapters = True
         self._table = table
         self._device = device
-        self._clock = clock or SystemClock()
-        self._admission = Admission(slots, self._freed)
-        self._hosted: dict[str, _Hosted] = {}
-        self._changing: dict[str, asyncio.Lock] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._leaving: set[_Hosted] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._crashes: dict[str, int] = {}
         self._not_before_s: dict[str, float] = {}
-        self._tokens_gone = 0
-        self._busy_s = 0.0
-        self._busy_since_s: float | None = None
 
     async def start(self) -> None:
         """Take requests from now on; vLLM is started with the first policy."""
@@ -130,24 +120,6 @@ class VllmEngine:
             hosted.idle.set()
         while self._ending:
             await asyncio.wait(set(self._ending))
-
-    # ---- texts ---------------------------------------------------------------------------------
-
-    def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
-        """See ``Engine.encode``; raises GenerationFailed when the policy is not loaded."""
-        return self._find(policy).policy.tokenizer.encode(prompt)
-
-    def encode_chat(self, policy: str, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
-        """See ``Engine.encode_chat``."""
-        return self._find(policy).policy.tokenizer.encode_chat(messages, tools)
-
-    def encode_next(self, policy: str, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
-        """See ``Engine.encode_next``."""
-        return self._find(policy).policy.tokenizer.encode_next(answer, messages)
-
-    def decode(self, policy: str, tokens: Sequence[int]) -> str:
-        """See ``Engine.decode``; raises GenerationFailed when the policy is not loaded."""
-        return self._find(policy).policy.tokenizer.decode(tokens)
 
     # ---- sequences -----------------------------------------------------------------------------
 
@@ -184,26 +156,9 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         """See ``Engine.stats``."""
-        self._busy()
         loaded = sum(hosted.policy.tokens_generated for hosted in self._hosted.values())
-        return EngineStats(
-            tokens_generated=self._tokens_gone + loaded,
-            busy_s=self._busy_s,
-            running=self._admission.running,
-            waiting=self._admission.waiting,
-        )
-
-    def _busy(self) -> None:
-        """Count the time since the last call, if something was being drawn."""
-        now_s = self._clock.monotonic_s()
-        if self._busy_since_s is not None:
-            self._busy_s += now_s - self._busy_since_s
-        self._busy_since_s = now_s if self._admission.running else None
-
-    def _freed(self) -> None:
-        self._busy()
-        if self.when_freed is not None and self._loop is not None:
-            self.when_freed()
+        gone = super().stats()
+        return msgspec.structs.replace(gone, tokens_generated=gone.tokens_generated + loaded)
 
     # ---- weights -------------------------------------------------------------------------------
 
@@ -212,19 +167,19 @@ class VllmEngine:
     ) -> None:
         """See ``Engine.load_policy``. A policy whose model is loaded takes other weights in place,
         its sequences in flight go on with them; those of another model end with the weights that
-        they began with, and are waited for: there may be no room for both.
+        they began with, and are waited for: there may be no room for both. Adapters have each a
+        vLLM with the model in ``base``.
 
         Raises:
             EngineCrashed: vLLM did not start.
         """
-        refuse_adapter(policy, base)
         async with self._lock(policy):
             hosted = self._hosted.get(policy)
             if hosted is not None and await self._reloaded(hosted.policy, folder, version):
                 return
             await self._retired(policy)
             began_s = self._clock.monotonic_s()
-            loaded = await self._started(policy, folder, version)
+            loaded = await self._started(policy, folder, version, base)
             if self._loop is None:
                 await asyncio.to_thread(loaded.stop)
                 raise ModelError(f"{policy}: the engine was closed while it loaded")
@@ -238,7 +193,9 @@ class VllmEngine:
             kv_tokens=loaded.kv_tokens,
         )
 
-    async def _started(self, name: str, folder: Path, version: int) -> VllmPolicy:
+    async def _started(
+        self, name: str, folder: Path, version: int, base: Path | None
+    ) -> VllmPolicy:
         """Try a few times: what else takes memory may be about to end."""
         left = START_TRIES
         while True:
@@ -256,6 +213,7 @@ class VllmEngine:
                     device=self._device,
                     clock=self._clock,
                     lost=self._died,
+                    base=base,
                 )
             )
             try:
@@ -310,11 +268,11 @@ class VllmEngine:
 
     def read_weights(self, policy: str) -> Iterator[tuple[str, TensorBytes]]:
         """See ``Engine.read_weights``."""
-        return self._find(policy).policy.read_weights()
+        return self._find(policy).policy.weights.read_weights()
 
     def read_cells(self, policy: str, tensor: str, positions: Positions) -> Cells:
         """See ``Engine.read_cells``."""
-        return self._find(policy).policy.read_cells(tensor, positions)
+        return self._find(policy).policy.weights.read_cells(tensor, positions)
 
     def checksums(self, policy: str) -> list[dict[str, str]]:
         """vLLM's own checksums of its parameters, a dictionary per worker. Blocks."""
@@ -323,15 +281,6 @@ class VllmEngine:
     def room(self, policy: str) -> int:
         """Sequences of a policy that its cache has room for now."""
         return self._find(policy).room.sequences
-
-    def _find(self, policy: str) -> _Hosted:
-        hosted = self._hosted.get(policy)
-        if hosted is None:
-            raise GenerationFailed(f"policy {policy!r} is not loaded in this engine")
-        return hosted
-
-    def _lock(self, policy: str) -> asyncio.Lock:
-        return self._changing.setdefault(policy, asyncio.Lock())
 
     # ---- the end of a policy's processes -------------------------------------------------------
 
@@ -354,7 +303,7 @@ class VllmEngine:
         if reason is None:
             await hosted.idle.wait()
         await asyncio.to_thread(hosted.policy.stop, reason)
-        self._tokens_gone += hosted.policy.tokens_generated
+        self._tokens_drawn += hosted.policy.tokens_generated
         self._leaving.discard(hosted)
 
     async def _unwanted(self, starting: asyncio.Task[VllmPolicy]) -> None:

@@ -23,7 +23,6 @@ from edge_agent.engines.vllm_map import (
     WorkerMap,
     Write,
     kept_type,
-    published_cells,
 )
 from transport.errors import StoreError
 from transport.runtime.files import lock_folder
@@ -84,14 +83,14 @@ class Exchange:
     ) -> Iterator[tuple[str, list[list[Box]], "_Room"]]:
         """A file for workers to put their cells of a tensor into, and which boxes each has."""
         asked = [list(found.boxes.get(name, ())) for found in maps]
-        kept = kept_type(name, maps)
+        kept = kept_type(name, form, maps)
         with self._file() as path:
             try:
                 with path.open("wb") as file:
                     file.truncate(form.cells * ITEM_BYTES[kept] + _ALIGNED)  # never empty
             except OSError as error:
                 raise StoreError(f"{path.parent}: {error}: no room to read weights") from error
-            yield str(path), asked, _Room(path, kept, form)
+            yield str(path), asked, _Room(path, kept, form.cells)
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[Path]:
@@ -115,16 +114,15 @@ def _remove_left_over(own: Path) -> None:
 class _Room:
     """The cells of one tensor, once they are in the file."""
 
-    def __init__(self, path: Path, kept: str, form: TensorForm) -> None:
+    def __init__(self, path: Path, kept: str, cells: int) -> None:
         self._path = path
         self._kept = kept
-        self._form = form
+        self._cells = cells
 
     def cells(self) -> Cells:
-        """In the published type."""
-        kind = f"<u{ITEM_BYTES[self._kept]}"
-        cells: Cells = np.fromfile(self._path, kind, count=self._form.cells)
-        return published_cells(cells, self._form.dtype, self._kept)
+        """In the type that the workers keep."""
+        cells: Cells = np.fromfile(self._path, f"<u{ITEM_BYTES[self._kept]}", count=self._cells)
+        return cells
 
 
 def _written(file: Any, write: Write) -> dict[str, Any]:

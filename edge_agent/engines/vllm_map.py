@@ -7,7 +7,7 @@ where it is told; published bits that the worker keeps in a wider type come back
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -133,6 +133,10 @@ class TensorForm(NamedTuple):
     cells: int
 
 
+Stored = Callable[[str, Cells, TensorForm, str], Cells]
+"""Published bit patterns of a named tensor in the type that a worker keeps it in."""
+
+
 class Write(NamedTuple):
     """New cells of a storage: from ``start`` on, or at ``positions``; or, with ``box``, all cells
     of a tensor, in its order, of which the box's are taken. Values have the storage's type."""
@@ -169,10 +173,11 @@ def check_maps(forms: Mapping[str, TensorForm], maps: Sequence[WorkerMap]) -> No
                 )
 
 
-def kept_type(name: str, maps: Sequence[WorkerMap]) -> str:
+def kept_type(name: str, form: TensorForm, maps: Sequence[WorkerMap]) -> str:
     """The type that the workers keep a tensor in; ``check_maps`` has seen that it is one."""
-    found, each = next(_boxes(name, maps))
-    return found.storages[each.storage].dtype
+    for found, each in _boxes(name, maps):
+        return found.storages[each.storage].dtype
+    return form.dtype  # of a tensor without cells nothing is kept
 
 
 def _boxes(name: str, maps: Sequence[WorkerMap]) -> Iterator[tuple[WorkerMap, Box]]:
@@ -201,8 +206,17 @@ def published_cells(cells: Cells, published: str, kept: str) -> Cells:
     return narrow
 
 
+def exactly(name: str, cells: Cells, form: TensorForm, kept: str) -> Cells:
+    """``Stored`` of a model's weights: the same bits."""
+    return widened(cells, form.dtype, kept)
+
+
 def writes(
-    found: WorkerMap, forms: Mapping[str, TensorForm], patch: Patch, where: str
+    found: WorkerMap,
+    forms: Mapping[str, TensorForm],
+    patch: Patch,
+    where: str,
+    stored: Stored = exactly,
 ) -> Iterator[Write]:
     """What a worker is to write so that its part of the weights becomes what the patch says.
 
@@ -216,13 +230,13 @@ def writes(
         for change in changes:
             try:
                 _check(form, change)
+                boxes = found.boxes.get(name, ())
+                kept = {found.storages[each.storage].dtype for each in boxes}
+                values = {one: stored(name, change.values, form, one) for one in kept}
             except IntegrityError as error:
                 raise WeightApplyFailed(f"{where}: tensor {name!r}: {error}") from error
-            if not finite_cells(form.dtype, change.values):
-                raise WeightApplyFailed(f"{where}: tensor {name!r}: has values that are not finite")
-            for each in found.boxes.get(name, ()):
-                kept = found.storages[each.storage].dtype
-                write = _write(each, form, change, kept)
+            for each in boxes:
+                write = _write(each, form, change, values[found.storages[each.storage].dtype])
                 if write is not None:
                     yield write
 
@@ -231,33 +245,35 @@ def _check(form: TensorForm, change: TensorChange) -> None:
     # One cell that looks like all of the tensor's: enough to check against.
     one = np.zeros(1, f"<u{ITEM_BYTES[form.dtype]}")
     check_change(np.broadcast_to(one, form.cells), change)
+    if not finite_cells(form.dtype, change.values):
+        raise IntegrityError("has values that are not finite")
 
 
-def _write(each: Box, form: TensorForm, change: TensorChange, kept: str) -> Write | None:
+def _write(each: Box, form: TensorForm, change: TensorChange, values: Cells) -> Write | None:
+    """Of ``change``, whose values are ``values`` in the storage's type, what is in the box."""
     if isinstance(change, CellRun):
-        size = change.values.size
+        size = values.size
         if each.is_run:
             start = max(change.start, each.source)
             end = min(change.start + size, each.source + each.cells)
             if start >= end:
                 return None
-            cut = change.values[start - change.start : end - change.start]
             to = each.target + start - each.source
-            return Write(each.storage, to, None, None, widened(cut, form.dtype, kept))
+            cut = values[start - change.start : end - change.start]
+            return Write(each.storage, to, None, None, cut)
         if size == form.cells:
-            return Write(each.storage, 0, None, each, widened(change.values, form.dtype, kept))
+            return Write(each.storage, 0, None, each, values)
         positions = np.arange(change.start, change.start + size, dtype=np.int64)
     elif each.is_run:
         first, end = np.searchsorted(change.positions, (each.source, each.source + each.cells))
         if first == end:
             return None
         targets = change.positions[first:end].astype(np.int64) + (each.target - each.source)
-        cut = change.values[first:end]
-        return Write(each.storage, 0, targets, None, widened(cut, form.dtype, kept))
+        return Write(each.storage, 0, targets, None, values[first:end])
     else:
         positions = change.positions.astype(np.int64, copy=False)
     inside, targets = each.targets(positions)
     if not targets.size:
         return None
-    chosen = change.values if targets.size == positions.size else change.values[inside]
-    return Write(each.storage, 0, targets, None, widened(chosen, form.dtype, kept))
+    chosen = values if targets.size == positions.size else values[inside]
+    return Write(each.storage, 0, targets, None, chosen)

@@ -1,4 +1,5 @@
-"""A policy in a vLLM of its own: its process, its weights, the sequences that it draws.
+"""A policy in a vLLM of its own: its process, its weights, the sequences that it draws. With a base
+its weights are those of an adapter, and vLLM has one of it on the model in the base's folder.
 
 What always holds:
 
@@ -15,35 +16,39 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import msgspec
-import numpy as np
 import structlog
 
 from edge_agent.config import VllmTable
-from edge_agent.engine import Completion, GenerationRequest, Positions, SamplingParams, inside
+from edge_agent.engine import Completion, GenerationRequest, SamplingParams
 from edge_agent.engines.chat_tokenizer import ChatTokenizer
 from edge_agent.engines.request_check import vllm_fault
+from edge_agent.engines.vllm_adapter import AdapterBits, adapter_request
 from edge_agent.engines.vllm_arguments import engine_arguments, start_fault, tensor_forms
-from edge_agent.engines.vllm_exchange import Exchange
-from edge_agent.engines.vllm_map import WorkerMap, check_maps, kept_type, published_cells, writes
+from edge_agent.engines.vllm_owner import end_children
 from edge_agent.engines.vllm_sequence import Sequence as DrawnSequence
+from edge_agent.engines.vllm_weights import (
+    CALL,
+    WorkerFault,
+    WorkerWeights,
+    answers,
+    question,
+    staged_fault,
+)
 from transport.errors import (
     EngineCrashed,
     EngineError,
     FarflowError,
     GenerationFailed,
-    StoreError,
     WeightApplyFailed,
 )
 from transport.runtime.clock import Clock
 from transport.runtime.model_folder import load_tokenizer
-from transport.weights.folder import read_artefacts, read_model_folder
+from transport.weights.folder import is_adapter_folder, read_artefacts, read_model_folder
 from transport.weights.patch import Patch, whole
-from transport.weights.tensors import ITEM_BYTES, Cells, TensorBytes
 
 T = TypeVar("T")
 
@@ -54,6 +59,7 @@ CALL_S: Final = 600.0
 _LOOK_S: Final = 0.25
 _NUCLEUS: Final = SamplingParams(max_new_tokens=2, top_p=0.5, stop=("\N{SNOWMAN}",))
 END_S: Final = 60.0  # for all of an end
+_HUNG_S: Final = 10.0  # the same where a call has not been answered
 _ENDING_S: Final = 2.0
 """Its processes have nothing to save, and do not end by themselves; then they are killed."""
 _STAGED_S: Final = (0.002, 0.05)  # between two looks at whether they are: at first, at most
@@ -78,6 +84,7 @@ class VllmPolicy:
         device: str,
         clock: Clock,
         lost: Callable[["VllmPolicy", str], None],
+        base: Path | None = None,
     ) -> None:
         self.name = name
         self.version = version
@@ -85,22 +92,28 @@ class VllmPolicy:
         self.dead = ""
         self._clock = clock
         self._lost = lost
+        self._adapted = base is not None
         self._artefacts = read_artefacts(folder)
-        self._forms, self._shapes = tensor_forms(folder)
-        self.tokenizer = ChatTokenizer(name, load_tokenizer(folder))
-        self._exchange = Exchange()
+        self._tensors = tensor_forms(folder, adapter=self._adapted)
+        model = base or folder
+        self.tokenizer = ChatTokenizer(name, load_tokenizer(model))
+        self._adapter: Any = None
+        bits = AdapterBits(folder) if self._adapted else None
+        self.weights = WorkerWeights(name, *self._tensors, self._ask, bits=bits)
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sequences: set[DrawnSequence] = set()
         self._ending: EngineError | None = None
         self._llm: Any = None
-        self._maps: list[WorkerMap] = []
         self._swaps = 0
+        self._hung = False
         self._thread = threading.Thread(target=self._serve, name=f"vllm {name}", daemon=True)
         self._thread.start()
         try:
-            arguments = engine_arguments(table, name, folder, self._forms, device)
-            self._call(self._start(arguments), table.start_timeout_s)
+            forms, _ = tensor_forms(model) if self._adapted else self._tensors
+            adapter = folder if self._adapted else None
+            arguments = engine_arguments(table, name, model, forms, device, adapter=adapter)
+            self._call(self._start(arguments, folder), table.start_timeout_s)
         except FarflowError:
             self.stop()
             raise
@@ -126,12 +139,8 @@ class VllmPolicy:
         where = f"{self.name} version {version}"
         if self.dead:
             raise WeightApplyFailed(f"{where}: {self.dead}")
-        of_ranks = [writes(found, self._forms, patch, where) for found in self._maps]
-        try:
-            with self._exchange.writes(of_ranks) as (path, entries):
-                return self._call(self._swap(where, version, path, entries))
-        except StoreError as error:
-            raise WeightApplyFailed(f"{where}: {error}") from error
+        with self.weights.change(version, patch) as (path, entries):
+            return self._call(self._swap(where, version, path, entries))
 
     def reload(self, folder: Path, version: int) -> bool:
         """Take the folder's weights in place; False if it is another model. Blocks.
@@ -140,51 +149,31 @@ class VllmPolicy:
             ModelError: the folder does not load.
             WeightApplyFailed: as ``apply``.
         """
-        same = (read_artefacts(folder), tensor_forms(folder)) == (
-            self._artefacts,
-            (self._forms, self._shapes),
-        )
+        same = is_adapter_folder(folder) == self._adapted and (
+            read_artefacts(folder),
+            tensor_forms(folder, adapter=self._adapted),
+        ) == (self._artefacts, self._tensors)
         if same:
             self.apply(version, whole(read_model_folder(folder, mapped=True)))
         return same
-
-    def read_weights(self) -> Iterator[tuple[str, TensorBytes]]:
-        """All tensors in canonical order, in their published types; copies. Blocks.
-
-        Raises:
-            EngineCrashed: vLLM died.
-        """
-        for name, form in self._forms.items():
-            with self._exchange.room(name, form, self._maps) as (path, boxes, room):
-                if form.cells:
-                    arguments = [[msgspec.to_builtins(box) for box in each] for each in boxes]
-                    self._call(self._rpc("farflow_read", path, arguments))
-                cells = room.cells()
-            data = cells.view(np.uint8).data.toreadonly()
-            yield name, TensorBytes(form.dtype, self._shapes[name], data)
-
-    def read_cells(self, name: str, positions: Positions) -> Cells:
-        """See ``Engine.read_cells``."""
-        form = self._forms.get(name)
-        if form is None or not inside(positions, form.cells):
-            raise WeightApplyFailed(f"{self.name}: no such cells of a tensor {name!r}")
-        kept = kept_type(name, self._maps)
-        cells = np.zeros(positions.size, f"<u{ITEM_BYTES[kept]}")
-        places = [
-            [(box.storage, *box.targets(positions)) for box in found.boxes.get(name, ())]
-            for found in self._maps
-        ]
-        asked = [[(storage, at.tobytes()) for storage, _, at in each] for each in places]
-        answers = self._call(self._rpc("farflow_read_cells", asked))
-        for each, answer in zip(places, answers, strict=True):
-            for (_, chosen, _), data in zip(each, answer, strict=True):
-                cells[chosen] = np.frombuffer(data, cells.dtype)
-        return published_cells(cells, form.dtype, kept)
 
     def checksums(self) -> list[dict[str, str]]:
         """vLLM's own checksums of its parameters, a dictionary per worker."""
         found: list[dict[str, str]] = self._call(self._rpc("compute_weight_checksums"))
         return found
+
+    def _prepare(self, folder: Path) -> None:
+        """What is left of a start once vLLM runs; in a thread of its own."""
+        self.weights.record()
+        if self._adapted:
+            self._adapter = adapter_request(self.name)
+            self.apply(self.version, whole(read_model_folder(folder, mapped=True)))
+        else:
+            self._call(self._llm.update_weight_version(str(self.version)))
+        self._call(self._warm_up())
+
+    def _ask(self, name: str, *arguments: Any) -> list[Any]:
+        return self._call(self._asked(name, *arguments))
 
     def stop(self, reason: EngineError | None = None) -> None:
         """End vLLM, and what it still draws with ``reason``. Blocks; harmless when it has ended."""
@@ -193,10 +182,18 @@ class VllmPolicy:
             with contextlib.suppress(RuntimeError):  # its loop has just been closed
                 ended = self._send(self._end(closed), ends=True)
                 ended.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
-            self._thread.join(END_S)
-            if self._thread.is_alive():  # a start that hangs; it is ended when it returns
+            self._thread.join(min(END_S, _HUNG_S) if self._hung else END_S)
+            if self._thread.is_alive() and (killed := self._kill()):
+                _log.warning("engine.killed", policy=self.name, processes=killed)
+                self._thread.join(END_S)
+            if self._thread.is_alive():  # what hangs is in our own process
                 _log.error("engine.not_ended", policy=self.name, waited_s=END_S)
-        self._exchange.close()
+        self.weights.close()
+
+    def _kill(self) -> int:
+        """End the processes that our thread, which hangs, has started; how many those were."""
+        thread = self._thread.native_id
+        return 0 if thread is None else end_children(thread)
 
     @property
     def kv_tokens(self) -> int:
@@ -208,6 +205,7 @@ class VllmPolicy:
             return self._send(work).result(within_s)
         except concurrent.futures.TimeoutError as error:
             why = f"vLLM has not answered for {within_s:g} s"
+            self._hung = True
             self._loop.call_soon_threadsafe(self._die, why)
             raise EngineCrashed(f"{self.name}: {why}") from error
         except concurrent.futures.CancelledError as error:
@@ -250,7 +248,7 @@ class VllmPolicy:
         finally:
             self._loop.close()
 
-    async def _start(self, arguments: dict[str, Any]) -> None:
+    async def _start(self, arguments: dict[str, Any], folder: Path) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -260,7 +258,7 @@ class VllmPolicy:
         self._context_tokens = int(config.model_config.max_model_len)
         self._vocabulary = int(config.model_config.get_vocab_size())
         self._kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
-        preparing = self._task(self._prepare())
+        preparing = self._task(asyncio.to_thread(self._prepare, folder))
         while not preparing.done():  # vLLM leaves calls unanswered when it dies
             if self._llm.errored:
                 preparing.cancel()
@@ -269,14 +267,6 @@ class VllmPolicy:
         preparing.result()
         self._task(self._watch())
 
-    async def _prepare(self) -> None:
-        tensors = [[name, form.dtype, self._shapes[name]] for name, form in self._forms.items()]
-        found = await self._rpc("farflow_record", tensors)
-        self._maps = [msgspec.msgpack.decode(data, type=WorkerMap) for data in found]
-        check_maps(self._forms, self._maps)
-        await self._llm.update_weight_version(str(self.version))
-        await self._warm_up()
-
     async def _warm_up(self) -> None:
         """A few tokens: what dies at its first step is to be known before an attempt finds out,
         and what is compiled at the first need is to be ready."""
@@ -284,10 +274,12 @@ class VllmPolicy:
             request = GenerationRequest(
                 request_id="warm-up", policy=self.name, prompt_tokens=(0,), n=1, sampling=sampling
             )
-            await DrawnSequence(request, 0, lambda tokens: None).run(self._llm, lambda: -1)
+            sequence = DrawnSequence(request, 0, lambda tokens: None)
+            await sequence.run(self._llm, lambda: -1, self._adapter)
 
     async def _rpc(self, method: str, *arguments: Any) -> Any:
-        """A call on all workers; EngineCrashed when they are gone."""
+        """A call on all workers; EngineCrashed when they are gone, or one raised: what the others
+        answered would be taken for the answer to the next call."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self._llm is None:
@@ -296,6 +288,13 @@ class VllmPolicy:
             return await self._llm.collective_rpc(method, args=arguments)
         except EngineDeadError as error:
             raise EngineCrashed(f"{self.name}: vLLM died") from error
+        except Exception as error:
+            why = f"a call on vLLM's workers failed: {error}"
+            self._die(why)
+            raise EngineCrashed(f"{self.name}: {why}") from error
+
+    async def _asked(self, name: str, *arguments: Any) -> list[Any]:
+        return answers(await self._rpc(CALL, question(name, *arguments)))
 
     async def _run(self, sequence: DrawnSequence) -> Completion:
         from vllm.exceptions import VLLMClientError
@@ -305,7 +304,7 @@ class VllmPolicy:
             raise EngineCrashed(f"{self.name}: {self.dead or 'vLLM has ended'}")
         self._sequences.add(sequence)
         try:
-            return await sequence.run(self._llm, lambda: self._swaps)
+            return await sequence.run(self._llm, lambda: self._swaps, self._adapter)
         except EngineDeadError as error:
             raise EngineCrashed(f"{self.name}: vLLM died") from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
@@ -316,18 +315,15 @@ class VllmPolicy:
     async def _swap(
         self, where: str, version: int, path: str, entries: Sequence[Sequence[dict[str, Any]]]
     ) -> float:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest as Update
-
         llm = self._llm
         try:
-            await llm.start_weight_update()
-            stage = {"do": "stage", "path": path, "entries": entries}
-            await llm.update_weights(Update(update_info=stage))
+            await self._asked("stage", path, entries)
             if problem := await self._staged():
-                await llm.update_weights(Update(update_info={"do": "drop"}))
-                await llm.finish_weight_update()
-        except Exception as error:
-            if llm.errored:  # before whoever gave the weights hears that they were not taken
+                await self._asked("drop")
+        except EngineError as error:
+            if (
+                llm is None or llm.errored
+            ):  # before whoever gave them hears that they were not taken
                 self._die("vLLM died")
             raise WeightApplyFailed(f"{where}: {error}") from error
         if problem:
@@ -337,14 +333,14 @@ class VllmPolicy:
             # ``pause_generation`` of the same does this, and then sleeps for 20 ms.
             await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             try:
-                await llm.update_weights(Update(update_info={"do": "commit"}))
-            except Exception as error:
+                await self._asked("commit")
+            except WorkerFault as error:
                 # With several workers one may have written what another could not.
-                if "undone" not in str(error) or len(self._maps) > 1:
+                if "undone" not in str(error) or self.weights.workers > 1:
                     raise
                 await llm.resume_generation()
                 raise WeightApplyFailed(f"{where}: {error}") from error
-            await llm.finish_weight_update(weight_version=str(version))
+            await llm.update_weight_version(str(version))
             self.version = version
             self._swaps += 1
             anew = [each.begin_anew() for each in self._sequences if not each.begun]
@@ -362,9 +358,9 @@ class VllmPolicy:
         """Wait until all workers have staged; returns what went wrong."""
         pause_s, longest_s = _STAGED_S
         while True:
-            found = await self._rpc("farflow_staged")
-            if all(over for over, _ in found):
-                return "; ".join(problem for _, problem in found if problem)
+            problem = staged_fault(await self._asked("staged"))
+            if problem is not None:
+                return problem
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 

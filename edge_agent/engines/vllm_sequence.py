@@ -43,8 +43,9 @@ class Sequence:
         self._stale = True
         return self.name
 
-    async def run(self, llm: Any, swaps: Callable[[], int]) -> Completion:
-        """``swaps`` counts changes of the weights. Raises GenerationFailed when vLLM gave it up."""
+    async def run(self, llm: Any, swaps: Callable[[], int], adapter: Any = None) -> Completion:
+        """``swaps`` counts changes of the weights, ``adapter`` is vLLM's request of one. Raises
+        GenerationFailed when vLLM gave it up."""
         from vllm.inputs.engine import tokens_input
 
         while True:
@@ -54,7 +55,7 @@ class Sequence:
             tokens = list(self._request.prompt_tokens)
             prompt = tokens_input(tokens, cache_salt=str(swaps()))
             last: Any = None
-            stream = llm.generate(prompt, self._sampling(), self.name)
+            stream = llm.generate(prompt, self._sampling(), self.name, lora_request=adapter)
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     last = output.outputs[0]

@@ -1,108 +1,135 @@
 """What runs inside the workers of vLLM, in its processes: nothing of the agent imports it.
 
-vLLM finds it by name (``worker_extension_cls``), which registers the weight-transfer backend, too.
-``FarflowTransfer`` writes new weights through vLLM's own life cycle of an update; the extension
-adds what that has no room for: the map, reading back, and how far staging is.
+What always holds: vLLM finds it by name (``worker_extension_cls``); an agent makes one call,
+``farflow_call``, of which question and answer are MessagePack; a call never raises, but answers
+what went wrong: of several workers vLLM would take the first one's exception and leave the
+others' answers to whoever calls next.
+
+When it is imported it watches over the agent that the process belongs to (``vllm_owner``).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
+from edge_agent.engines.vllm_adapter import ADAPTER_ID
+from edge_agent.engines.vllm_owner import watch_owner
 from edge_agent.engines.vllm_writer import WeightWriter
 
-BACKEND = "farflow"
-
-
-@dataclass
-class FarflowInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed for mypy
-    """Nothing to agree on: values come in files."""
-
-
-@dataclass
-class FarflowUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """``do``: stage ``entries[rank]`` of ``path``, commit what is staged, or drop it."""
-
-    do: str
-    path: str = ""
-    entries: Sequence[Sequence[Mapping[str, Any]]] = field(default_factory=list)
-
-
-class FarflowTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """Changes of cells, in place."""
-
-    init_info_cls = FarflowInit
-    update_info_cls = FarflowUpdate
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.writer = WeightWriter(self.model, self.device)
-
-    def init_transfer_engine(self, init_info: FarflowInit) -> None:
-        """Nothing to set up."""
-
-    def start_weight_update(self) -> None:
-        """What an earlier update left staged is of no use."""
-        self.writer.drop()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Without waiting for the device, which the inherited one does: staging is to go on beside
-        the model's work, and whoever commits has paused the engine, whose work is over then."""
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def receive_weights(self, update_info: FarflowUpdate) -> None:
-        """Raises RuntimeError when a commit fails, see ``WeightWriter.commit``."""
-        if update_info.do == "stage":
-            rank = self.parallel_config.rank
-            self.writer.stage(update_info.path, update_info.entries[rank])
-        elif update_info.do == "commit":
-            self.writer.commit()
-        else:
-            self.writer.drop()
-
-    def finish_weight_update(self) -> None:
-        """All is written."""
-
-    def shutdown(self) -> None:
-        self.writer.drop()
+_CALLS: Final = frozenset(
+    {"record", "record_adapter", "stage", "staged", "drop", "commit", "read", "read_cells"}
+)
 
 
 class FarflowExtension:
-    """Calls that an agent makes on every worker."""
+    """The call that an agent makes on every worker; ``vllm_calls`` is the other side."""
 
-    weight_transfer_engine: FarflowTransfer
+    def farflow_call(self, question: bytes) -> bytes:
+        """``[name, arguments]`` to ``[what went wrong, answer]``, both as MessagePack."""
+        try:
+            name, arguments = msgspec.msgpack.decode(question)
+            if name not in _CALLS:
+                raise ValueError(f"no call {name!r}")
+            answer = ("", getattr(_calls(self), name)(*arguments))
+        except Exception as error:  # noqa: BLE001 - the agent is told, see above
+            answer = (f"{type(error).__name__}: {error}", None)
+        return msgspec.msgpack.encode(answer)
 
-    def farflow_record(self, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
-        """The worker's ``WorkerMap``, as MessagePack."""
-        transfer = self.weight_transfer_engine
-        found = transfer.writer.record(tensors, transfer.model.load_weights)
-        return msgspec.msgpack.encode(found)
 
-    def farflow_staged(self) -> tuple[bool, str]:
+class _Calls:
+    """Of one worker; ``rank`` is its place among those that are asked."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._rank: int = worker.rank
+        self._writer = WeightWriter(worker.device)
+
+    def record(self, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> Any:
+        """The worker's ``WorkerMap`` of a model."""
+        model = self._worker.get_model()
+        places = (*model.named_parameters(), *model.named_buffers())
+        return self._writer.record(
+            tensors, places, lambda probes: model.load_weights(iter(probes.items()))
+        )
+
+    def record_adapter(self, rank: int, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> Any:
+        """The ``WorkerMap`` of an adapter of ``rank``. From now on vLLM has one, of zeros, and
+        never looks for a file of it; if it forgot it, the next step would fail."""
+        manager = self._worker.model_runner.lora_manager._adapter_manager
+        manager.remove_all_adapters()
+        manager._registered_adapters[ADAPTER_ID] = LoRAModel(ADAPTER_ID, rank, {})
+        manager.activate_adapter(ADAPTER_ID)
+        manager.pin_adapter(ADAPTER_ID)
+        slot = manager.lora_index_to_id.index(ADAPTER_ID)
+        places = [
+            (f"{name}.{part}.{number}", stack)
+            for name, module in manager.modules.items()
+            for part in ("lora_a_stacked", "lora_b_stacked")
+            for number, stack in enumerate(_stacks(module, part))
+        ]
+        return self._writer.record(
+            tensors, places, lambda probes: _put_adapter(manager, slot, probes)
+        )
+
+    def stage(self, path: str, entries: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """See ``WeightWriter.stage``; ``entries`` of each rank."""
+        self._writer.stage(path, entries[self._rank])
+
+    def staged(self) -> tuple[bool, str]:
         """See ``WeightWriter.staged``."""
-        return self.weight_transfer_engine.writer.staged()
+        return self._writer.staged()
 
-    def farflow_read(self, path: str, boxes: Sequence[Sequence[Any]]) -> None:
+    def drop(self) -> None:
+        """See ``WeightWriter.drop``."""
+        self._writer.drop()
+
+    def commit(self) -> None:
+        """See ``WeightWriter.commit``."""
+        self._writer.commit()
+
+    def read(self, path: str, boxes: Sequence[Sequence[Any]]) -> None:
         """See ``WeightWriter.read``; ``boxes`` of each rank."""
-        transfer = self.weight_transfer_engine
-        transfer.writer.read(path, boxes[transfer.parallel_config.rank])
+        self._writer.read(path, boxes[self._rank])
 
-    def farflow_read_cells(self, asked: Sequence[Sequence[tuple[int, bytes]]]) -> list[bytes]:
+    def read_cells(self, asked: Sequence[Sequence[tuple[int, bytes]]]) -> list[bytes]:
         """See ``WeightWriter.read_cells``; storages and positions asked of each rank."""
-        transfer = self.weight_transfer_engine
-        mine = asked[transfer.parallel_config.rank]
-        return [transfer.writer.read_cells(storage, positions) for storage, positions in mine]
+        mine = asked[self._rank]
+        return [self._writer.read_cells(storage, positions) for storage, positions in mine]
+
+
+def _calls(worker: Any) -> _Calls:
+    found: _Calls | None = getattr(worker, "_farflow_calls", None)
+    if found is None:  # the device is not known before the worker is set up
+        found = worker._farflow_calls = _Calls(worker)
+    return found
+
+
+def _stacks(module: Any, part: str) -> Sequence[torch.Tensor]:
+    stacks = getattr(module, part, ())
+    return (stacks,) if isinstance(stacks, torch.Tensor) else stacks
+
+
+def _put_adapter(manager: Any, slot: int, probes: Mapping[str, torch.Tensor]) -> None:
+    """Put an adapter's tensors where vLLM does, without its scaling: the agent has that in B."""
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    renames = None if mapper is None else mapper.get_rename_mapper()
+    parts: dict[str, dict[bool, torch.Tensor]] = {}
+    for name, probe in probes.items():
+        layer, is_a = parse_fine_tuned_lora_name(name, renames)
+        parts.setdefault(layer, {})[is_a] = probe
+    for name, module in manager.modules.items():
+        fused = manager.packed_modules.get(name)
+        found = [parts.get(layer, {}) for layer in fused or (name,)]
+        if not any(found):
+            continue
+        a, b = ([each.get(is_a) for each in found] for is_a in (True, False))
+        module.set_lora(slot, a if fused else a[0], b if fused else b[0])
 
 
 def _plain_linear(layer: Any, remove_weight: bool) -> None:
@@ -110,7 +137,6 @@ def _plain_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, FarflowTransfer)
 if current_platform.is_cpu():
     layer_utils.dispatch_cpu_unquantized_gemm = _plain_linear
+watch_owner()

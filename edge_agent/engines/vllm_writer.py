@@ -28,7 +28,7 @@ _BITS: Final = {2: torch.int16, 4: torch.int32}
 UNDO_BYTES: Final = 1 << 30
 """Former values are kept while they are less than this: a replaced model would need its size."""
 
-Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+Loader = Callable[[Mapping[str, torch.Tensor]], Any]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -141,22 +141,27 @@ class _Stage:
 
 
 class WeightWriter:
-    """Writes and reads the weights of ``model`` in place; ``device`` is where they are."""
+    """Writes and reads weights in place; ``device`` is where they are."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self._model = model
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._storages: list[torch.Tensor] = []
         self._stage: _Stage | None = None
 
     # ---- map -----------------------------------------------------------------------------------
 
-    def record(self, tensors: Sequence[tuple[str, str, Sequence[int]]], load: Loader) -> WorkerMap:
-        """Where ``load`` puts tensors of these names, safetensors types and shapes."""
+    def record(
+        self,
+        tensors: Sequence[tuple[str, str, Sequence[int]]],
+        places: Iterable[tuple[str, torch.Tensor]],
+        load: Loader,
+    ) -> WorkerMap:
+        """Where among the tensors ``places`` (with their names) ``load`` puts what it is given:
+        tensors of these names, safetensors types and shapes."""
         homes: dict[int, int] = {}
         storages: list[Storage] = []
         self._storages = []
-        for name, parameter in (*self._model.named_parameters(), *self._model.named_buffers()):
+        for name, parameter in places:
             address = _address(parameter)
             if parameter.dtype in _NAMES and parameter.numel() and address not in homes:
                 homes[address] = len(storages)
@@ -171,7 +176,7 @@ class WeightWriter:
         }
         recorder = _Recorder(probes, homes)
         with torch.no_grad(), recorder:
-            load(iter(probes.items()))
+            load(probes)
         boxes = {name: tuple(found) for name, found in recorder.boxes.items()}
         return WorkerMap(tuple(storages), boxes, recorder.strange)
 

@@ -10,23 +10,37 @@ item's own stands in if it scores as right. Where still only one kind is there, 
 the reward 1/2: equal rewards teach nothing.
 
 An evaluation returns the solver's alone; with ``best_of`` n the solver answers n times, drawn at
-``best_of_temperature``, and the answer is returned that the verifier finds likeliest to be right:
+``best_of_temperature``, and one of the n is returned, as ``choose`` says:
 
-    score = p of a verdict ``yes``, 0 without a verdict, -p of a verdict ``no``
+    likeliest   the answer of the greatest score          p of a verdict ``yes``, -p of a ``no``,
+                                                          0 without a verdict
+    weighted    the answer whose n equals (without blanks at either end) have the greatest sum of
+                weights                                   max(p, 1/2) of a ``yes``,
+                                                          min(1 - p, 1/2) of a ``no``,
+                                                          1/2 without a verdict
+    majority    the answer that was drawn most often; the verifier is not asked
 
-where p is the probability of the verdict as it was written; of equals the first. Scoring costs n
-verdicts per item. To measure a verifier, evaluate it as the ``solver`` on a file of claims.
+where p is the probability of the tokens that spell the word; of equals the first. A weight is the
+probability of ``yes`` where the verifier knows only the two words. Where it knows more, p says less
+than which of the two came first, so a ``yes`` never weighs less than a ``no``. Who says nothing of
+every answer leaves the choice to the majority. ``weighted`` is the verifier's vote of Li et al.
+(arXiv:2206.02336) and the best-of-N weighted of Snell et al. (arXiv:2408.03314, there with the
+score of a reward model); ``majority`` is self-consistency (Wang et al., arXiv:2203.11171).
+
+Different answers are judged once each. To measure a verifier, evaluate it as the ``solver`` on a
+file of claims.
 
 ``[workflow.settings]``: ``solver`` and ``verifier`` are the names of the policies; ``question`` is
 what the verifier reads, with ``{prompt}`` and ``{answer}`` in it; a verdict begins with one of the
-words ``yes`` and ``no``, in any case; it has ``verdict_tokens`` at most; ``best_of`` and
-``best_of_temperature`` and ``balanced`` as above.
+words ``yes`` and ``no``, in any case; it has ``verdict_tokens`` at most; ``best_of``,
+``best_of_temperature``, ``choose`` and ``balanced`` as above.
 """
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -64,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     verdict_tokens: Annotated[int, Meta(ge=1, le=100_000)] = 8
     best_of: Annotated[int, Meta(ge=1, le=256)] = 1
     best_of_temperature: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+    choose: Literal["likeliest", "weighted", "majority"] = "likeliest"
     balanced: bool = False
 
 
@@ -120,14 +135,35 @@ async def _evaluated(
         temperature=settings.best_of_temperature,
         label="solve",
     )
-    texts = [answer.text for answer in answers]
-    verdicts = await _verdicts(context, item, settings, verifier, texts)
-    scores = [_score(verdict, settings) for verdict in verdicts]
-    best = (
-        max(range(start, start + count), key=lambda n: scores[n])  # the first of equals
-        for start in range(0, len(answers), count)
-    )
-    return [Rollout.of(answers[n]) for n in best]
+    texts = [answer.text.strip() for answer in answers]
+    value = await _values(context, item, settings, verifier, texts)
+    best = []
+    for start in range(0, len(answers), count):
+        drawn = texts[start : start + count]
+        times = Counter(drawn) if settings.choose != "likeliest" else dict.fromkeys(drawn, 1)
+        chosen = max(times, key=lambda text: times[text] * value[text])  # the first of equals
+        best.append(answers[start + drawn.index(chosen)])
+    return [Rollout.of(answer) for answer in best]
+
+
+async def _values(
+    context: WorkflowContext,
+    item: Item,
+    settings: Settings,
+    verifier: PolicyHandle,
+    answers: Sequence[str],
+) -> dict[str, float]:
+    """What one draw of each different answer is worth in the choice."""
+    different = list(dict.fromkeys(answers))
+    if settings.choose == "majority":
+        return dict.fromkeys(different, 1.0)
+    verdicts = await _verdicts(context, item, settings, verifier, different)
+    value = _weight if settings.choose == "weighted" else _score
+    said = [_says_yes(verdict.text, settings) for verdict in verdicts]
+    return {
+        answer: value(yes, _probability(verdict, yes, settings, verifier))
+        for answer, yes, verdict in zip(different, said, verdicts, strict=True)
+    }
 
 
 async def _verdicts(
@@ -164,7 +200,24 @@ def _says_yes(text: str, settings: Settings) -> bool | None:
     return False if said.startswith(settings.no.casefold()) else None
 
 
-def _score(verdict: Generated, settings: Settings) -> float:
+def _probability(
+    verdict: Generated, yes: bool | None, settings: Settings, verifier: PolicyHandle
+) -> float:
+    """Of the tokens up to the one that completes the word; of all where there is none."""
+    total = 0.0
+    for count, logprob in enumerate(verdict.completion.logprobs, start=1):
+        total += logprob
+        read = None if yes is None else verifier.decode(verdict.tokens[:count])
+        if read is not None and _says_yes(read, settings) is yes:
+            break
+    return math.exp(min(0.0, total))
+
+
+def _score(yes: bool | None, probability: float) -> float:
     """How likely the verifier finds the answer to be right, from -1 to 1."""
-    probability = math.exp(min(0.0, sum(verdict.completion.logprobs)))
-    return {True: probability, False: -probability, None: 0.0}[_says_yes(verdict.text, settings)]
+    return {True: probability, False: -probability, None: 0.0}[yes]
+
+
+def _weight(yes: bool | None, probability: float) -> float:
+    """The probability with which the verifier finds the answer to be right, from 0 to 1."""
+    return {True: max(probability, 0.5), False: min(1.0 - probability, 0.5), None: 0.5}[yes]

@@ -46,7 +46,7 @@ def move(ctx: Context, job: Job, policy: str, state: CopyState, reason: str = ""
     before = copy.state
     if before == state:
         return
-    books = account(ctx, policy, job.kind)
+    books = ctx.books.get((policy, job.kind)) or account(ctx, policy, job.kind)
     _add(books, before, -1)
     _add(books, state, 1)
     ctx.tables.touch(books)
@@ -74,8 +74,12 @@ def move(ctx: Context, job: Job, policy: str, state: CopyState, reason: str = ""
         ctx.due_runs[job.run] = None
     if reason:
         ctx.count(f"{state}.{reason}")
-    if state not in ("queued", "in_flight"):
-        ctx.note(job.id, state, policy=policy, **({"reason": reason} if reason else {}))
+    if state == "queued" or state == "in_flight":
+        return
+    if reason:
+        ctx.note(job.id, state, policy=policy, reason=reason)
+    else:
+        ctx.note(job.id, state, policy=policy)
 
 
 def open_copies(job: Job) -> list[str]:

@@ -24,6 +24,7 @@ from scheduler.core import (
 from scheduler.core.context import CONNECTED, AgentLive, Context, Lease, known_code
 from scheduler.core.state import Agent
 from transport.messages import (
+    KNOWN_KINDS,
     AgentLog,
     AttemptFailed,
     Goodbye,
@@ -89,9 +90,10 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
         return
     inventory = message.agent
     assert inventory is not None  # noqa: S101 - looked at with the refusal
-    reborn = known is None or message.incarnation > known.incarnation
-    agent = introductions.introduce(ctx, name, message.incarnation, inventory)
+    reborn = introductions.is_reborn(message, known)
     live = ctx.agents.get(name)
+    state = None if live is None else live.state
+    agent = introductions.introduce(ctx, name, message, inventory, state)
     if live is None:
         live = AgentLive(name, "joining", ctx.heartbeat_s(), ctx.now)
         ctx.agents[name] = live
@@ -102,12 +104,12 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
     live.fits.clear()
     if reborn:
         if known is not None and live.state != "gone":
-            quarantine.started(ctx, agent, live)
+            quarantine.started(ctx, agent)
         live.declines = live.failures = 0
         live.blocked_until_s = 0.0
         live.tokens_generated = live.bytes_up = live.bytes_down = 0
     ctx.note(name, "hello", incarnation=message.incarnation, slots=agent.slots)
-    agent_states.set_state(ctx, agent, live, "joining")
+    agent_states.set_state(ctx, agent, live, "draining" if agent.draining else "joining")
     ctx.timers.cancel("forget", name)
     ctx.timers.set("agent", name, ctx.now + agent_states.suspect_after_s(ctx, live))
     _reconcile_hello(ctx, agent, live, inventory.held, reborn)
@@ -120,6 +122,7 @@ def hello(ctx: Context, name: str, message: Hello) -> None:
         policies=ctx.hosted,
         incarnation=message.incarnation,
         upto=ctx.upto.get(name, {}),
+        kinds=KNOWN_KINDS,
     )
     ctx.send(name, welcome)
     agent_states.remind_to_drain(ctx, agent, live)
@@ -254,6 +257,9 @@ def _heartbeat(ctx: Context, agent: Agent, live: AgentLive, message: Heartbeat) 
         live.estimate.rtt_s.observe(message.rtt_s, ctx.now)
     live.clock_offset_s = message.clock_offset_s
     _take_versions(ctx, agent, message.versions)
+    if message.draining != agent.draining:
+        agent.draining = message.draining
+        ctx.tables.touch(agent)
     if message.draining:
         if agent.drain is not None:
             agent.drain = None

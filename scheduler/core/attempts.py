@@ -236,10 +236,11 @@ def revive(ctx: Context, lease: Lease) -> bool:
 
 def is_spare(ctx: Context, lease: Lease) -> bool:
     """Whether enough others are counted on for a stray attempt's job, or one on the same agent."""
+    if not lease.record.stray:
+        return False
     job = ctx.tables.jobs[lease.job]
     counted = [record.agent for record in job.attempts if not record.stray]
-    enough = len(counted) >= MOST_COUNTED or lease.agent in counted
-    return enough and lease.record.stray
+    return len(counted) >= MOST_COUNTED or lease.agent in counted
 
 
 def end(ctx: Context, job: Job, record: Attempt, what: str, **facts: object) -> None:
@@ -287,7 +288,11 @@ def settle(ctx: Context, job: Job, retry_s: float = 0.0) -> None:
     """Bring the job's state and its place in the queue in line with its attempts."""
     if job.state == "done":
         return
-    active = any(not record.stray for record in job.attempts)
+    active = False
+    for record in job.attempts:
+        if not record.stray:
+            active = True
+            break
     queue = ctx.queue(job.queue)
     if active:
         queue.discard(job.id)
@@ -317,6 +322,8 @@ def _lane(job: Job) -> str:
         # What only a policy with a full buffer and no trainer wants is refused for a long time.
         wanting = [id for id, copy in job.copies.items() if copy.state in ("queued", "in_flight")]
         return f"{family} {' '.join(wanting)}" if len(job.copies) > 1 else family
+    if not (asked.pinned or asked.require or asked.recheck):  # nearly all of them
+        return f"{asked.submitter} {family} [] [] ()"
     pins = sorted(asked.pinned.items())
     require = sorted((label, sorted(values)) for label, values in asked.require.items())
     heard = () if asked.recheck is None else (asked.recheck.agent, asked.recheck.second)

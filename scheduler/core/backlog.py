@@ -88,10 +88,11 @@ def ends_s(ctx: Context, agent: Agent, live: AgentLive, lease: Lease) -> float:
 
 
 def _work_out(ctx: Context, agent: Agent, live: AgentLive) -> Frees:
-    found: Frees = [(ctx.now, max(1, agent.slots))]
+    slots = max(1, agent.slots)
+    found: Frees = [(ctx.now, slots)]
     for lease in live.leases.values():
         if lease.counted:
-            _occupy(ctx, found, lease, max(1, agent.slots))
+            _occupy(ctx, found, lease, slots)
     return found
 
 
@@ -103,6 +104,15 @@ def _occupy(ctx: Context, found: Frees, lease: Lease, slots: int) -> None:
         lease.begin_s = max(ctx.now, found[0][0])
     begun = lease.begin_s <= ctx.now
     sequences = lease.sequences
+    if sequences == 1:
+        at, count = found[0]
+        if count == 1:
+            del found[0]
+        else:
+            found[0] = (at, count - 1)
+        at = lease.begin_s if begun and at <= ctx.now else max(at, lease.begin_s)
+        _insert(found, (at + lease.longest_s, 1))
+        return
     if sequences > MAX_WAVES * slots:
         sequences = MAX_WAVES * slots
     left = sequences

@@ -123,6 +123,7 @@ def candidate_of(
         if lag is None:
             return None
         lags.append(lag)
+    waits_for_weights = pinned or estimate.pause_s.value
     return Candidate(
         agent=agent.name,
         slots=agent.slots,
@@ -131,7 +132,7 @@ def candidate_of(
         wait_s=wait_s,
         token_s=token_s,
         up_byte_s=up_byte_s,
-        catch_up_s=_catch_up_s(ctx, view, agent, live, pinned),
+        catch_up_s=_catch_up_s(ctx, view, agent, live, pinned) if waits_for_weights else 0.0,
         lags=tuple(lags),
         idle_s=NEVER_S if live.offered_s is None else ctx.now - live.offered_s,
         token_usd=_token_usd(view, agent, token_s),
@@ -246,6 +247,8 @@ def _unsuited(ctx: Context, job: Job, agent: Agent, live: AgentLive) -> str:
         recheck = job.external.recheck
         if recheck is not None and not agent.rechecks:
             return "finds no rewards again"
+        if recheck is not None and not {*recheck.kinds} <= {*agent.recheck_kinds}:
+            return f"finds no rewards of {' and '.join(recheck.kinds)} again"
         if recheck is not None and agent.name in (recheck.agent, recheck.second):
             return "has found these rewards before"
     if job.evaluation and agent.name in ctx.evaluations[job.evaluation].declined:
@@ -290,12 +293,13 @@ def _lag_at_start(
 
 
 def arrival_s(ctx: Context, known: PolicyLive, policy: str, agent: Agent, live: AgentLive) -> float:
-    """Seconds until the newest stored version should be in use on an agent that is behind it: the
-    delta is on its way since both were there."""
+    """Seconds until the newest stored version should be in use on an agent that is behind it,
+    counted from when it took the one it has: of an agent that took that long ago a late arrival is
+    expected. Counting from when the newest was stored, as its bytes do, promises too much (what
+    decoding and verifying take is not in it): measured in the simulator, more groups expire."""
     behind = max(1, known.tree.newest_stored - agent.versions[policy].version)
     fetch_s = _fetch_s(known, live, behind)
-    since_s = max(known.stored_s, live.served_s.get(policy, 0.0))
-    left_s = since_s + fetch_s - ctx.now
+    left_s = live.served_s.get(policy, 0.0) + fetch_s - ctx.now
     return left_s if left_s > 0.0 else backlog.OVERRUN * -left_s
 
 

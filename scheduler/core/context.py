@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from scheduler.core.asking import Conduct, DriftWindow, SubmitterLive, Waiting
+from scheduler.core.asking import DriftWindow, SubmitterLive, Waiting
 from scheduler.core.bias import LengthWatch
 from scheduler.core.buffers import Buffer
 from scheduler.core.effects import Effect, Send
@@ -96,7 +96,7 @@ class AgentLive:
     ``most_slots`` the most that it ever said it has, ``inherited`` the load that the rows of the
     last life gave it (what is spooled is not in the rows), ``fits`` why it cannot do a work of a
     run at all (empty: it can), by run and name of the work. ``counted_slots`` are those in
-    ``Context.ready_slots``, ``conduct`` what may lead to its quarantine. ``frees`` are times and
+    ``Context.ready_slots``. ``frees`` are times and
     numbers of slots that become free then (None: to be worked out, see ``backlog``), ``waiting``
     the attempts that it accepted and has not begun, as far as known, ``prefetch`` the sequences
     beyond its slots that keep it from idling, ``most_prefetch`` the most that ever was,
@@ -119,7 +119,6 @@ class AgentLive:
     declines: int = 0
     failures: int = 0
     counted_slots: int = 0
-    conduct: Conduct = field(default_factory=Conduct)
     clock_offset_s: float | None = None
     offered_s: float | None = None
     fits: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -144,8 +143,7 @@ class PolicyLive:
     for ``work_grace_s``; ``taken`` are jobs by the step that took them; ``granted_s`` is when the
     last batch went out, ``interval_s`` the time from one batch to the next. ``unplaced`` are
     buffered jobs, and since when, whose oldest version has no place in the tree yet. ``arrivals``
-    is how often groups come back, ``stored_s`` when the
-    newest version was there to be fetched, ``flying_by_deadline`` counts attempts by the last head
+    is how often groups come back, ``flying_by_deadline`` counts attempts by the last head
     step at which they should be usable, ``pool`` has what may be trained on again, ``drifts`` how
     far log-probabilities are from the trainer's, by agent."""
 
@@ -162,7 +160,6 @@ class PolicyLive:
     starved_since_s: float | None = None
     arrivals: ArrivalRate = field(default_factory=ArrivalRate)
     flying_by_deadline: dict[int, int] = field(default_factory=dict)
-    stored_s: float = 0.0
     lengths: LengthWatch = field(default_factory=LengthWatch)
     pool: ReplayPool = field(default_factory=ReplayPool)
     drifts: dict[str, DriftWindow] = field(default_factory=dict)

@@ -50,13 +50,14 @@ class PeakEwma:
         self._at_s = 0.0
 
     def observe(self, sample: float, now: float, tau_s: float = MIN_TAU_S) -> None:
-        if self.value is None:
+        value = self.value
+        if value is None:
             self.value = sample
-        elif sample > self.value:
-            self.value += PEAK_GAIN * (sample - self.value)
+        elif sample > value:
+            self.value = value + PEAK_GAIN * (sample - value)
         else:
             weight = 1.0 - math.exp(-(now - self._at_s) / max(tau_s, 1e-9))
-            self.value += max(weight, 0.02) * (sample - self.value)
+            self.value = value + (weight if weight > 0.02 else 0.02) * (sample - value)
         self._at_s = now
 
     def recovered(self, prior: float, now: float) -> float:
@@ -82,9 +83,11 @@ class Ewma:
         self._seen = 0
 
     def observe(self, sample: float) -> None:
-        self._seen = min(self._seen + 1, MAX_SEEN)
+        if self._seen < MAX_SEEN:
+            self._seen += 1
+        gain, plain = self._gain, 1.0 / self._seen
         before = 0.0 if self.value is None else self.value
-        self.value = before + max(self._gain, 1.0 / self._seen) * (sample - before)
+        self.value = before + (plain if plain > gain else gain) * (sample - before)
 
 
 class ArrivalRate:
@@ -147,7 +150,8 @@ class AgentEstimate:
         Siblings run beside each other on up to ``slots`` slots, so a group takes at least
         max(longest, total / slots) token times.
         """
-        tokens = max(max(lengths), sum(lengths) / max(1, min(slots, len(lengths))))
+        longest, total, count = max(lengths), sum(lengths), len(lengths)
+        tokens = max(longest, total / max(1, min(slots, count)))
         if tokens <= 0 or generating_s <= 0.0:
             return None
         sample = generating_s / tokens
@@ -159,9 +163,9 @@ class AgentEstimate:
             if len(self.by_kind) > MAX_KINDS:
                 del self.by_kind[next(iter(self.by_kind))]
             known.observe(sample, now, tau_s)
-        mean = sum(lengths) / len(lengths)
+        mean = total / count
         self.sequence_s.observe(sample * mean)
-        self.spread.observe(max(lengths) / mean)
+        self.spread.observe(longest / mean)
         return sample
 
     def token_time_s(self, kind: str, prior: float, now: float) -> float:

@@ -39,15 +39,17 @@ MAX_SEQUENCES_HELD = 1_000_000
 """Of one submitter's open jobs and unconfirmed results, whose lengths and rewards are kept."""
 
 SHARE_OF_FREE = 4
-"""One submitter may hold so many times as many open jobs as there is room for more (a dynamic
-threshold, Choudhury and Hahne 1998): alone it gets four fifths of ``max_queued_jobs``, the next one
-four fifths of what is left, and so on."""
+"""One submitter may hold so many times as many open jobs, and characters of their texts, as there
+is room for more (a dynamic threshold, Choudhury and Hahne 1998): alone it gets four fifths of
+``max_queued_jobs`` and of ``MAX_CHARACTERS``, the next one four fifths of what is left, and so
+on."""
 
 _FULL = {
     "quota.queued": "too many external jobs are open (scheduler.max_queued_jobs), or their texts"
     " are too long together; try again later",
     "quota.share": "you hold most of the external jobs that may be open"
-    " (scheduler.max_queued_jobs), the rest is for other submitters; try again later",
+    " (scheduler.max_queued_jobs), or of the texts that they may have together; the rest is for"
+    " other submitters: try again when some of yours are done, or cancel some",
     "quota.results": "too many open jobs and unconfirmed results"
     " (scheduler.max_results_per_submitter, or sequences of them); fetch and confirm results first",
 }
@@ -89,7 +91,9 @@ def room(ctx: Context, submitter: str, sequences: int) -> str:
         return "quota.queued"
     live = submitters.submitter(ctx, submitter)
     free = ctx.settings.max_queued_jobs - ctx.external_open
-    if len(live.open) >= SHARE_OF_FREE * free:
+    free_characters = MAX_CHARACTERS - ctx.external_characters
+    mine = len(live.open) >= SHARE_OF_FREE * free
+    if mine or live.characters >= SHARE_OF_FREE * free_characters:
         return "quota.share"
     held = len(live.open) + len(live.unconfirmed)
     many = held >= ctx.settings.max_results_per_submitter

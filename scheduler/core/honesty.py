@@ -2,7 +2,10 @@
 
 A trainer reports with a step how far the recorded log-probabilities of groups are from those of the
 weights that drew them (``StepReport.drifts``). Per agent and policy these means are added up,
-weighted by tokens, until there are ``drift_tokens``; the window then closes, at the end of a step:
+weighted by tokens, until there are ``drift_tokens``; the window then closes, at the end of a step.
+Of groups with older tokens (``StepReport.older``) only what is beyond ``SLACK`` times the way that
+the policy has gone since then counts, so that an agent that is always behind is held to account
+too, for a lie that is larger than that:
 
     mean <= max_drift       nothing is held against the agent, and it is a witness for the others
     mean >  max_drift       evidence ``logprobs.drift``, weight 1; the third in a row excludes
@@ -27,6 +30,9 @@ from transport.messages import StepReport
 DRIFT = "logprobs.drift"
 IN_A_ROW = 3
 WITNESS_STEPS = 10
+SLACK = 2.0
+"""How many times the way that the policy has gone since a version is put down to it: way and
+difference are means over few tokens, and not the same ones."""
 
 
 def compared(ctx: Context, policy: Policy, message: StepReport) -> None:
@@ -38,19 +44,24 @@ def compared(ctx: Context, policy: Policy, message: StepReport) -> None:
         return
     taken = live.taken.get(message.step, {})
     due: dict[str, DriftWindow] = {}
-    for drift in message.drifts:
+    for drift in (*message.drifts, *message.older):
         job = ctx.tables.jobs.get(drift.job) if drift.job in taken else None
         if job is None or job.result is None or job.result.agent not in ctx.agents:
             ctx.count("honesty.unknown_group")
             continue
         window = live.drifts.setdefault(job.result.agent, DriftWindow())
         window.tokens += drift.tokens
-        window.difference += drift.tokens * max(0.0, drift.difference)
+        difference, moved = max(0.0, drift.difference), max(0.0, drift.moved)
+        if moved:
+            window.older += drift.tokens * difference
+            window.moved += drift.tokens * moved
+        else:
+            window.difference += drift.tokens * difference
         window.kl += drift.tokens * max(0.0, drift.kl)
         if window.tokens >= spec.drift_tokens:
             due[job.result.agent] = window
     for window in due.values():
-        window.close(message.step)
+        window.close(message.step, SLACK)
     for name, window in due.items():
         _judge(ctx, policy, live, name, window)
 
@@ -84,9 +95,10 @@ def _witnessed(live: PolicyLive, name: str, step: int, bound: float) -> bool:
 
 def told(policy: str, window: DriftWindow, bound: float) -> str:
     """The last closed window of an agent, for people."""
+    way = f", beside {window.mean_moved:.3g} that the policy moved" if window.mean_moved else ""
     return (
         f"{policy} step {window.step}: {window.mean:.3g} nats a token from the trainer's over"
-        f" {window.closed_tokens} tokens (max_drift {bound:g}), kl {window.mean_kl:.3g}"
+        f" {window.closed_tokens} tokens (max_drift {bound:g}), kl {window.mean_kl:.3g}{way}"
     )
 
 

@@ -1,10 +1,15 @@
 """What an agent says about itself in its hello, and whether that is taken.
 
 What always holds: an older incarnation is refused; what is kept of an inventory's labels and bases
-is of bounded size; what an agent was ordered, proved or did before stays when it comes back.
+is of bounded size; what an agent was ordered, proved or did before stays when it comes back. Two
+processes are two lives, also where both drew the same incarnation.
+
+An order to drain that was not confirmed yet is for the box: a process that takes the place of one
+that died with it gets it too. It is over once the agent said goodbye, or was away for so long that
+it counted as lost and comes back as another process.
 """
 
-from scheduler.core.context import Context
+from scheduler.core.context import AgentState, Context
 from scheduler.core.state import Agent
 from transport.messages import (
     MAX_ID_LENGTH,
@@ -42,19 +47,30 @@ def refusal(message: Hello, known: Agent | None) -> Refuse | None:
     return None
 
 
-def introduce(ctx: Context, name: str, incarnation: int, inventory: AgentInventory) -> Agent:
+def is_reborn(message: Hello, known: Agent | None) -> bool:
+    """Whether another process than before speaks with the key."""
+    if known is None or message.incarnation > known.incarnation:
+        return True
+    return bool(message.process and known.process) and message.process != known.process
+
+
+def introduce(
+    ctx: Context, name: str, message: Hello, inventory: AgentInventory, state: AgentState | None
+) -> Agent:
     """Write the row of an agent: what it says that it can do, within bounds, and what is known of
-    it from before."""
+    it from before; ``state`` is the one that it had until now."""
     before = ctx.tables.agents.get(name)
     agent = Agent(
         name=name,
-        incarnation=incarnation,
+        incarnation=message.incarnation,
+        process=message.process[:MAX_ID_LENGTH],
         slots=inventory.slots,
         hardware=inventory.hardware[:64],
         engine=inventory.engine[:64],
         workflows=inventory.workflows,
         rewards=inventory.rewards,
         rechecks=inventory.rechecks,
+        recheck_kinds=tuple(kind[:MAX_ID_LENGTH] for kind in inventory.recheck_kinds[:MAX_LABELS]),
         labels=_labels(inventory),
         bases=tuple(base[:MAX_ID_LENGTH] for base in inventory.bases[:MAX_LABELS]),
         versions={p: ref for p, ref in inventory.versions.items() if p in ctx.hosted},
@@ -65,7 +81,12 @@ def introduce(ctx: Context, name: str, incarnation: int, inventory: AgentInvento
         agent.groups_done, agent.attempts_failed = before.groups_done, before.attempts_failed
         agent.cordoned, agent.quarantined = before.cordoned, before.quarantined
         agent.evidence = before.evidence
-        agent.drain = before.drain if before.incarnation == incarnation else None
+        reborn = is_reborn(message, before)
+        agent.draining = before.draining and not reborn
+        if not reborn or state not in ("lost", "gone"):
+            agent.drain = before.drain
+        elif before.drain is not None:
+            ctx.note(name, "drain is over", was=str(state))
     ctx.tables.add(agent)
     return agent
 

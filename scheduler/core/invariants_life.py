@@ -57,6 +57,8 @@ def _check_external(ctx: Context) -> None:
     open_jobs = [job for job in ctx.tables.jobs.values() if job.external is not None]
     size = sum(map(characters, open_jobs))
     require(ctx, ctx.external_characters == size, "external", f"{size} characters")
+    held = sum(live.characters for live in ctx.submitters.values())
+    require(ctx, held == size, "external", f"{held} characters of submitters, {size} in all")
     for name, names in by_submitter.items():
         indexed = ctx.submitters[name].open if name in ctx.submitters else {}
         require(ctx, sorted(indexed) == sorted(names), name, "index of open jobs")

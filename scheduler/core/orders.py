@@ -4,9 +4,10 @@
     cordon      keep what is held, get nothing new       uncordon  undo it
     quarantine  get nothing new, and nothing is accepted release   undo it, forget the evidence
 
-What always holds: orders are in the agent's row and survive restarts of ours; cordon and quarantine
-survive the agent's own, and an agent under either is never forgotten; an order that is given twice
-is harmless.
+What always holds: orders are in the agent's row before anybody hears of them, and survive our
+restarts; cordon and quarantine survive the agent's own, and an agent under either is never
+forgotten; an order to drain is for the next process as well until one has said that it follows,
+said goodbye or was lost (``introductions``); an order that is given twice is harmless.
 """
 
 from scheduler.core import agent_states, quarantine
@@ -68,10 +69,11 @@ def unknown(ctx: Context, name: str) -> CommandReply:
 
 
 def _drain(ctx: Context, agent: Agent, live: AgentLive, message: AgentOrder) -> CommandReply:
-    if live.state not in CONNECTED:
+    if live.state not in CONNECTED and live.state != "reconnecting":
         text = f"{agent.name} is {live.state} and hears nothing; cordon it to keep work away"
         return CommandReply(ok=False, code="agent.away", message=text)
     agent.drain = DrainOrder(deadline_s=message.deadline_s, reason=message.reason or "operator")
     ctx.tables.touch(agent)
     agent_states.remind_to_drain(ctx, agent, live)
-    return CommandReply(ok=True)
+    later = "" if live.state in CONNECTED else "it is told as soon as it has reconnected"
+    return CommandReply(ok=True, message=later)

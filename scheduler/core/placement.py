@@ -172,8 +172,7 @@ class FinishTime:
         best_s = 0.0
         last_resort: tuple[int, float, str, Candidate] | None = None
         unused: Candidate | None = None
-        for candidate in candidates:
-            finish_s = expected_s(job, candidate)
+        for candidate, finish_s in zip(candidates, all_expected_s(job, candidates), strict=True):
             if (candidate.load == 0 and candidate.idle_s > PROBE_AFTER_S) and (
                 unused is None
                 or candidate.idle_s > unused.idle_s
@@ -259,8 +258,7 @@ def soonest(job: JobView, candidates: Sequence[Candidate], reason: str) -> Choic
     second attempts and recalls are not what the rules are compared by."""
     best: Candidate | None = None
     best_s = 0.0
-    for candidate in candidates:
-        finish_s = expected_s(job, candidate)
+    for candidate, finish_s in zip(candidates, all_expected_s(job, candidates), strict=True):
         if best is not None and (finish_s, candidate.agent) >= (best_s, best.agent):
             continue
         if excess_lag(job, candidate, finish_s) == 0:
@@ -270,13 +268,16 @@ def soonest(job: JobView, candidates: Sequence[Candidate], reason: str) -> Choic
 
 def expected_s(job: JobView, candidate: Candidate) -> float:
     """Seconds until the group would be back."""
-    return (
-        candidate.rtt_s
-        + candidate.wait_s
-        + job.tokens_longest * candidate.token_s
-        + job.body_bytes * candidate.up_byte_s
-        + candidate.catch_up_s
-    )
+    return all_expected_s(job, (candidate,))[0]
+
+
+def all_expected_s(job: JobView, candidates: Sequence[Candidate]) -> list[float]:
+    """Of each candidate, seconds until the group would be back from it."""
+    tokens, body_bytes = job.tokens_longest, job.body_bytes
+    return [
+        one.rtt_s + one.wait_s + tokens * one.token_s + body_bytes * one.up_byte_s + one.catch_up_s
+        for one in candidates
+    ]
 
 
 def excess_lag(job: JobView, candidate: Candidate, finish_s: float) -> int | None:
@@ -301,15 +302,23 @@ def steps_ahead(policy: PolicyView, lag: int, finish_s: float) -> int:
     ready, flying = policy.ready, policy.in_flight
     if lag > 0 and policy.earlier:
         ready, flying = policy.earlier[min(lag, len(policy.earlier)) - 1]
-    ahead = float(flying) if policy.rate is None else min(float(flying), policy.rate * finish_s)
+    # Asked once per candidate: comparisons, because calls of ``min`` and ``max`` take longer.
+    ahead, rate = float(flying), policy.rate
+    if rate is not None and rate * finish_s < ahead:
+        ahead = rate * finish_s
     queue = int((ready + ahead) / policy.batch)
     if policy.interval_s is None:
         return max(int(steps_meanwhile(policy, finish_s)), queue)
     late_s = finish_s - policy.grant_s
-    grants = 0 if late_s <= 0.0 else 1 + int(late_s / policy.interval_s)
-    at_hand = policy.ready - policy.running
-    grants = min(grants, int((at_hand + _back(policy, finish_s)) / policy.batch))
-    return max(grants + (policy.running > 0), queue)
+    grants = 0
+    if late_s > 0.0:
+        grants = 1 + int(late_s / policy.interval_s)
+        filled = int((policy.ready - policy.running + _back(policy, finish_s)) / policy.batch)
+        if filled < grants:
+            grants = filled
+    if policy.running > 0:
+        grants += 1
+    return grants if grants > queue else queue
 
 
 def steps_meanwhile(policy: PolicyView, time_s: float) -> float:
@@ -353,8 +362,7 @@ def parts_of(job: JobView, candidate: Candidate) -> tuple[tuple[str, float], ...
 def _cheapest_near(job: JobView, candidates: Sequence[Candidate], best_s: float) -> Candidate:
     """The cheapest per token of those that finish hardly later than the best one."""
     near: list[tuple[float, str, Candidate]] = []
-    for candidate in candidates:
-        finish_s = expected_s(job, candidate)
+    for candidate, finish_s in zip(candidates, all_expected_s(job, candidates), strict=True):
         if finish_s <= best_s * (1.0 + NEAR_TIE) and excess_lag(job, candidate, finish_s) == 0:
             near.append((candidate.token_usd, candidate.agent, candidate))
     return min(near, key=_by_name)[2]

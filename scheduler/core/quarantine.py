@@ -15,11 +15,13 @@ it gets nothing new, its attempts are not counted on any more and its results ar
 until an operator releases it. What may be the fault of a run or of the deployment (failures in a
 row, crash loops) never excludes the last agent that could work.
 
-What always holds: a quarantine has a reason, and its evidence is kept with the agent (bounded); the
-weights begin anew with every life of the scheduler, the quarantine does not.
+What always holds: a quarantine has a reason, and its evidence is kept with the agent (bounded);
+weights, failures in a row and starts are rows (``conduct``), so that neither a restart of the
+scheduler nor an agent's own makes a clean slate; an operator's release and being forgotten do.
 """
 
 from scheduler.core import agent_states
+from scheduler.core.conduct import MAX_STARTS, Conduct
 from scheduler.core.context import AgentLive, Context
 from scheduler.core.failures import class_of
 from scheduler.core.state import Agent
@@ -47,23 +49,24 @@ def evidence(ctx: Context, name: str, code: str, detail: str, weight: float = 1.
     ctx.tables.touch(agent)
     ctx.count(f"quarantine.evidence.{code}")
     ctx.note(name, "evidence", code=code, detail=detail[:MAX_LINE], weight=weight)
-    conduct = live.conduct
+    conduct = _conduct(ctx, name)
     conduct.weight *= 0.5 ** ((ctx.now - conduct.weighed_s) / HALF_LIFE_S)
     conduct.weight += weight
     conduct.weighed_s = ctx.now
+    ctx.tables.add(conduct)
     if conduct.weight >= QUARANTINE_AT and not agent.quarantined:
         put(ctx, agent, live, code)
 
 
 def failed(ctx: Context, name: str, code: str, detail: str) -> None:
     """An attempt on the agent failed."""
-    live = ctx.agents[name]
     fault = class_of(code)
     if fault == "data":
         evidence(ctx, name, code, detail)
     elif fault == "box" or code.startswith("engine"):
-        conduct = live.conduct
+        conduct = _conduct(ctx, name)
         conduct.own_failures += 1
+        ctx.tables.add(conduct)
         if conduct.own_failures >= OWN_FAILURES and _another_does_well(ctx, name):
             text = f"{conduct.own_failures} failures in a row, last {code}: {detail}"
             conduct.own_failures = 0
@@ -77,24 +80,29 @@ def body_refused(ctx: Context, name: str, attempt: str, code: str) -> None:
         evidence(ctx, name, code, attempt, weight)
 
 
-def result_came(live: AgentLive) -> None:
+def result_came(ctx: Context, name: str) -> None:
     """The agent works: neither a crash loop nor a row of failures."""
-    live.conduct.own_failures = 0
-    live.conduct.starts.clear()
+    conduct = ctx.tables.conducts.get(name)
+    if conduct is not None and (conduct.own_failures or conduct.starts):
+        conduct.own_failures = 0
+        conduct.starts = ()
+        ctx.tables.touch(conduct)
+        if conduct.clean:
+            ctx.tables.remove(conduct)
 
 
-def started(ctx: Context, agent: Agent, live: AgentLive) -> None:
+def started(ctx: Context, agent: Agent) -> None:
     """The agent was started again without having said goodbye."""
-    starts = live.conduct.starts
-    starts.append(ctx.now)
-    while starts[0] < ctx.now - CRASH_WINDOW_S:
-        starts.popleft()
+    conduct = _conduct(ctx, agent.name)
+    recent = (at for at in conduct.starts if at >= ctx.now - CRASH_WINDOW_S)
+    starts = conduct.starts = (*recent, ctx.now)[-MAX_STARTS:]
+    ctx.tables.add(conduct)
     if len(starts) >= CRASH_STARTS and _another_does_well(ctx, agent.name):
         text = (
             f"{len(starts)} starts in {ctx.now - starts[0]:.0f} s without a result,"
             f" up to incarnation {agent.incarnation}"
         )
-        starts.clear()
+        conduct.starts = ()
         evidence(ctx, agent.name, "crash_loop", text, QUARANTINE_AT)
 
 
@@ -114,9 +122,6 @@ def release(ctx: Context, agent: Agent, live: AgentLive) -> None:
     agent.quarantined = ""
     agent.evidence = []
     ctx.tables.touch(agent)
-    live.conduct.weight = 0.0
-    live.conduct.own_failures = 0
-    live.conduct.starts.clear()
     forget(ctx, agent.name)
     ctx.note(agent.name, "released")
     if live.state == "ready" and live.leases:
@@ -125,9 +130,17 @@ def release(ctx: Context, agent: Agent, live: AgentLive) -> None:
 
 
 def forget(ctx: Context, name: str) -> None:
-    """What was found of its log-probabilities so far does not count."""
+    """What it did and what was found of its log-probabilities so far does not count."""
+    conduct = ctx.tables.conducts.get(name)
+    if conduct is not None:
+        ctx.tables.remove(conduct)
     for policy in ctx.policies.values():
         policy.drifts.pop(name, None)
+
+
+def _conduct(ctx: Context, name: str) -> Conduct:
+    """Its row, or one that is not stored yet."""
+    return ctx.tables.conducts.get(name) or Conduct(name=name)
 
 
 def _another_does_well(ctx: Context, name: str) -> bool:

@@ -138,7 +138,7 @@ def _fault(ctx: Context, job: Job, summary: GroupSummary) -> str:
 def _accept(
     ctx: Context, job: Job, lease: Lease, summary: GroupSummary, verdicts: Verdicts
 ) -> None:
-    quarantine.result_came(ctx.agents[lease.agent])
+    quarantine.result_came(ctx, lease.agent)
     if job.external is not None and job.external.recheck is not None:
         rechecks.answered(ctx, job, lease, summary, job.external.recheck)
         return

@@ -13,7 +13,7 @@ recheck somebody or that have failed somewhere are never alike.
 
 from scheduler.core import candidates, prefetch
 from scheduler.core.context import Context
-from scheduler.core.placement import Candidate, FinishTime, JobView, expected_s
+from scheduler.core.placement import Candidate, FinishTime, JobView, all_expected_s
 from scheduler.core.state import Job, Run
 from scheduler.core.views import kind_of, max_new_tokens, pins, view_of
 
@@ -95,7 +95,8 @@ def _enough(view: JobView, found: list[Candidate]) -> list[Candidate]:
     longest, for a probe; all of them where prices count as well."""
     if len(found) <= REUSED or any(candidate.token_usd > 0.0 for candidate in found):
         return found
-    ordered = sorted(found, key=lambda c: (expected_s(view, c), c.agent))
+    finishes = zip(all_expected_s(view, found), found, strict=True)
+    ordered = [one for _, one in sorted(finishes, key=lambda pair: (pair[0], pair[1].agent))]
     longest = min(ordered[REUSED:], key=lambda c: (c.load > 0, -c.idle_s, c.agent))
     return [*ordered[:REUSED], longest]
 

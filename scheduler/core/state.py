@@ -177,7 +177,8 @@ class Result(msgspec.Struct, frozen=True):
 
 class Recheck(msgspec.Struct, frozen=True):
     """Rewards of an accepted result that are found again: what ``agent`` recorded for ``digest``,
-    and what a ``second`` agent ``found`` when it found others."""
+    and what a ``second`` agent ``found`` when it found others. ``kinds`` is what an agent must be
+    able to find beside plain rewards of single turns."""
 
     job: str
     attempt: str
@@ -186,6 +187,7 @@ class Recheck(msgspec.Struct, frozen=True):
     rewards: tuple[float, ...]
     second: str = ""
     found: tuple[float, ...] = ()
+    kinds: tuple[str, ...] = ()
 
 
 class External(msgspec.Struct, frozen=True):
@@ -257,7 +259,8 @@ def external_queue(run: str) -> str:
 class Agent(Entity):
     """An edge agent as it last introduced itself; ``gone`` after it said goodbye. ``quarantined``
     is why it gets no work until an operator releases it, ``evidence`` what speaks against it,
-    ``drain`` an order that it has not said to follow yet."""
+    ``drain`` an order that it has not said to follow yet, ``draining`` once it said that it leaves;
+    ``process`` is what its process drew at its start."""
 
     table: ClassVar[str] = "agent"
 
@@ -269,6 +272,7 @@ class Agent(Entity):
     workflows: dict[str, str] = {}
     rewards: tuple[str, ...] = ()
     rechecks: bool = False
+    recheck_kinds: tuple[str, ...] = ()
     labels: dict[str, str] = {}
     bases: tuple[str, ...] = ()
     versions: dict[str, VersionRef] = {}
@@ -281,6 +285,8 @@ class Agent(Entity):
     price_usd_hour: float = 0.0
     egress_usd_gb: float = 0.0
     drain: DrainOrder | None = None
+    draining: bool = False
+    process: str = ""
 
     @property
     def key(self) -> str:

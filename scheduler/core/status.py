@@ -172,6 +172,9 @@ def _policy(
 ) -> PolicyStatus:
     live = ctx.policies.get(policy.id)
     head = ctx.tables.versions.get(f"{policy.id}@{policy.head}")
+    nodes = () if live is None else live.tree.nodes.values()
+    deltas = (node for node in nodes if node.stored and node.delta_bytes)
+    newest = max(deltas, key=lambda node: node.version, default=None)
     return PolicyStatus(
         policy=policy.id,
         trainer=trainers.state(ctx, policy),
@@ -184,6 +187,8 @@ def _policy(
         last_step=policy.last_step,
         evaluations=tuple(status for status in statuses if status.policy == policy.id),
         replay_groups=0 if live is None else len(live.pool.entries),
+        delta_bytes=None if newest is None else newest.delta_bytes,
+        full_bytes=None if newest is None else newest.full_bytes,
     )
 
 

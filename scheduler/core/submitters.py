@@ -25,8 +25,10 @@ def index(ctx: Context, job: Job, external: External) -> None:
     owner = submitter(ctx, external.submitter)
     owner.open[job.id] = None
     owner.sequences += job.sequences
+    size = characters(job)
+    owner.characters += size
     ctx.external_open += 1
-    ctx.external_characters += characters(job)
+    ctx.external_characters += size
     if external.due_s:
         ctx.timers.set("expire", job.id, external.due_s)
 
@@ -42,8 +44,10 @@ def unindex(ctx: Context, job: Job, external: External) -> None:
     owner = submitter(ctx, external.submitter)
     del owner.open[job.id]
     owner.sequences -= job.sequences
+    size = characters(job)
+    owner.characters -= size
     ctx.external_open -= 1
-    ctx.external_characters -= characters(job)
+    ctx.external_characters -= size
     if external.due_s:
         ctx.timers.cancel("expire", job.id)
 

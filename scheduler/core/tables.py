@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from scheduler.core.conduct import Conduct
 from scheduler.core.histories import ItemHistory
 from scheduler.core.kept import Kept, Reuse
 from scheduler.core.state import (
@@ -47,6 +48,7 @@ _ENTITIES: tuple[type[Entity], ...] = (
     Kept,
     Reuse,
     ItemHistory,
+    Conduct,
 )
 PROMPT = "prompt"
 """Table of jobs' items that are stored apart: written and deleted here, never loaded."""
@@ -75,6 +77,7 @@ class Tables:
         self.kept: dict[str, Kept] = {}
         self.reuses: dict[str, Reuse] = {}
         self.histories: dict[str, ItemHistory] = {}
+        self.conducts: dict[str, Conduct] = {}
         self._by_name: dict[str, dict[str, Any]] = {
             Run.table: self.runs,
             Policy.table: self.policies,
@@ -93,6 +96,7 @@ class Tables:
             Kept.table: self.kept,
             Reuse.table: self.reuses,
             ItemHistory.table: self.histories,
+            Conduct.table: self.conducts,
         }
         self._dirty: dict[int, Entity] = {}
         self._prompts: dict[str, bytes] = {}
@@ -122,6 +126,8 @@ class Tables:
     def take_changes(self) -> list[Change]:
         """Rows changed since the last call, in the order of their first change; O(changed)."""
         changes: list[Change] = []
+        if not (self._dirty or self._prompts or self._prompts_let_go):
+            return changes
         replaced: set[tuple[str, str]] = set()
         by_name, encode = self._by_name, self._encode
         for touched in self._dirty.values():

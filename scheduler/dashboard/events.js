@@ -1,4 +1,5 @@
 import { card, h } from "./dom.js";
+import { timeOfDay } from "./words.js";
 
 const SHOWN = 300;
 
@@ -33,8 +34,8 @@ export class Events {
     this.last = this.model.events.at(-1)?.number ?? -1;
     const lines = [];
     for (let at = this.model.events.length - 1; at >= 0 && lines.length < SHOWN; at -= 1) {
-      const { number, at_s, subject, what, facts } = this.model.events[at];
-      const text = `${at_s.toFixed(3)} ${subject} ${what} ${Object.entries(facts ?? {}).map(([k, v]) => `${k}=${v}`).join(" ")}`;
+      const { number, at_s, wall_s, subject, what, facts } = this.model.events[at];
+      const text = `${wall_s ? timeOfDay(wall_s) : at_s.toFixed(3)} ${subject} ${what} ${Object.entries(facts ?? {}).map(([k, v]) => `${k}=${v}`).join(" ")}`;
       if (!wanted || text.toLowerCase().includes(wanted)) lines.push(h("li", { "data-number": number }, text));
     }
     this.list.replaceChildren(...lines);

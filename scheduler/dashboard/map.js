@@ -48,6 +48,7 @@ export class WorldMap {
       h("span", {}, "wider line: more bytes/s")), this.elsewhere);
   }
 
+  // Returns how many sites there are.
   show(agents, home) {
     const found = new Map();
     const nowhere = [];
@@ -95,5 +96,6 @@ export class WorldMap {
     setText(this.elsewhere, nowhere.length
       ? `Not on the map (no known label site, or latitude and longitude): ${nowhere.slice(0, 20).join(", ")}`
         + (nowhere.length > 20 ? ` and ${nowhere.length - 20} more` : "") : "");
+    return sites.length;
   }
 }

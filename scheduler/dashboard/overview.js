@@ -16,10 +16,11 @@ export class Overview {
     this.demand = h("div");
     this.noRun = h("p", { class: "quiet" });
     this.noDemand = h("p", { class: "quiet" });
+    this.sites = card("Sites", this.map.element);
     this.element = h("div", { style: "display:contents" },
       h("section", { class: "card", "aria-label": "In short" }, this.tiles),
-      card("Sites", this.map.element),
-      h("div", { class: "two" }, card("Runs", this.noRun, this.runs), card("What would help", this.noDemand, this.demand)));
+      h("div", { class: "two" }, card("Runs", this.noRun, this.runs), card("What would help", this.noDemand, this.demand)),
+      this.sites);
   }
 
   show() {
@@ -41,7 +42,8 @@ export class Overview {
     ];
     keyed(this.tiles, tiles, (tile) => tile[0], (tile) => h("div", { class: "tile" }, h("b"), h("span", {}, tile[0])),
       (element, tile) => setText(element.firstChild, tile[1]));
-    this.map.show(status.agents, this.model.about.site);
+    // Without a place of any agent it would be an empty world.
+    this.sites.hidden = !this.map.show(status.agents, this.model.about.site);
     keyed(this.runs, status.runs, (run) => run.name, () => h("p"), (line, run) => {
       const steps = run.policies.map((p) => `${short(p.policy)} ${p.step}/${p.steps}`).join(", ");
       const cost = run.cost_usd ? ` · ${run.cost_usd.toFixed(2)} USD` : "";

@@ -28,12 +28,13 @@ export class Policies {
     const sign = JSON.stringify([policy, run.state, steps.length, steps[0]?.step]);
     const kept = this.signs.get(policy.policy);
     if (kept?.sign === sign) return;
-    const last = policy.last_step;
+    // Storing a version may take longer than a step: then the newest that is stored.
+    const delta = policy.last_step?.delta_bytes ? policy.last_step : policy;
     const facts = [
       `trainer ${policy.trainer}`, `step ${policy.step} of ${policy.steps}`, `version ${policy.head_version}`,
       `checkpoint at step ${policy.checkpoint_step}`, `${policy.buffered_groups} groups buffered`,
       ...(policy.replay_groups ? [`${policy.replay_groups} to train on again`] : []),
-      ...(last ? [`delta ${bytes(last.delta_bytes)} of ${bytes(last.full_bytes)}`] : []),
+      ...(delta.delta_bytes ? [`delta ${bytes(delta.delta_bytes)} of ${bytes(delta.full_bytes)}`] : []),
       ...(run.turnaround_p50_s ? [`turnaround p50 ${seconds(run.turnaround_p50_s)}, p95 ${seconds(run.turnaround_p95_s)}`] : []),
     ];
     const names = [...new Set(evaluations.map((e) => e.name))];

@@ -53,3 +53,9 @@ export function behind(agent, heads) {
 }
 
 export const site = (agent) => agent.labels?.site ?? agent.labels?.region ?? "";
+
+// As `farflow events` shows it: here, over 24 hours.
+export function timeOfDay(wall_s) {
+  const at = new Date(1000 * wall_s);
+  return [at.getHours(), at.getMinutes(), at.getSeconds()].map((n) => String(n).padStart(2, "0")).join(":");
+}

@@ -15,7 +15,7 @@ holds up everything, which is why only modules that the scheduler's configuratio
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import ModuleType
@@ -27,13 +27,13 @@ import structlog
 from scheduler.core.events import Event, FromOperator, FromService, ItemsProduced, Verdict
 from scheduler.data.curators import CURATORS
 from scheduler.data.filters import FILTERS
-from scheduler.data.registry import Bound, bind, load_modules
+from scheduler.data.registry import Algorithm, Bound, Kind, bind, load_modules
 from scheduler.data.selectors import SELECTORS
 from scheduler.data.views import GroupView, HistoryView, ItemView
 from transport.errors import ConfigError
 from transport.ids import policy_name
 from transport.messages import GroupSummary, Item, RunSubmit, TrajectoriesStored
-from transport.runs import DataSpec, RunSpec
+from transport.runs import AlgorithmSpec, DataSpec, RunSpec
 
 if TYPE_CHECKING:
     from scheduler.core.histories import ItemHistory
@@ -41,6 +41,12 @@ if TYPE_CHECKING:
 
 MAX_RUNS: Final = 256
 """Runs whose functions are kept at hand."""
+
+_SHIPPED: Final[Mapping[Kind, Mapping[str, Algorithm[Any]]]] = {
+    "filter": FILTERS,
+    "replay selector": SELECTORS,
+    "curator": CURATORS,
+}
 
 _log = structlog.get_logger()
 
@@ -61,9 +67,26 @@ def check_algorithms(spec: RunSpec, modules: Mapping[str, ModuleType] | None = N
     Raises:
         ConfigError: names the key and the remedy.
     """
+    for where, kind, named in named_algorithms(spec):
+        check_algorithm(where, kind, named, modules)
+
+
+def named_algorithms(spec: RunSpec) -> Iterator[tuple[str, Kind, AlgorithmSpec]]:
+    """What a run names, with the key and the kind of each."""
     for name, policy in spec.policies.items():
-        _policy_data(policy.data, modules, f"policies.{name}.data")
-    _curators(spec, modules)
+        where = f"policies.{name}.data"
+        for place, one in enumerate(policy.data.filters):
+            yield f"{where}.filters[{place}]", "filter", one
+        yield f"{where}.replay.select", "replay selector", policy.data.replay.select
+    for place, one in enumerate(spec.curators):
+        yield f"run.curators[{place}]", "curator", one
+
+
+def check_algorithm(
+    where: str, kind: Kind, named: AlgorithmSpec, modules: Mapping[str, ModuleType] | None
+) -> None:
+    """``check_algorithms`` of one of ``named_algorithms``."""
+    bind(named, kind, _SHIPPED[kind], modules, where)
 
 
 def chance(seed: int, index: int) -> float:

@@ -15,6 +15,7 @@ import hashlib
 import math
 import os
 import secrets
+import shutil
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -25,16 +26,25 @@ import structlog
 from scheduler.tokens import revoke_key
 from transport.errors import ConfigError, StoreError
 from transport.ids import NAME_RULE, is_name
-from transport.key_files import check_hex, check_name, load_toml, make_folder, to_toml, write_new
+from transport.key_files import (
+    check_hex,
+    check_name,
+    load_toml,
+    make_folder,
+    secret_file,
+    to_toml,
+    write_new,
+)
 from transport.keys import ensure_key
 from transport.messages import Role
-from transport.runtime.files import atomic_write, fsync_dir, private_dir
+from transport.runtime.files import atomic_write, fsync_dir, private_dir, store_errors
 
 LOCAL: Final = "local"
 """The operator's token that the first start makes; its secret is in ``FOLDER/gateway/``."""
 LOCAL_SECRET: Final = "local-token"  # noqa: S105 - a file name
 MAX_TOKENS: Final = 1000
 _SUBMITTER: Final = "http-"
+_BEGUN: Final = ".http-begun"
 _log = structlog.get_logger()
 
 
@@ -63,11 +73,13 @@ def submitter_key(keys: Path, token: str) -> Path:
     return keys / f"{_SUBMITTER}{token}.toml"
 
 
-def create_token(keys: Path, name: str, role: HttpRole) -> str:
-    """Make a token in a deployment's folder of keys; returns its secret, which is kept nowhere.
+def create_token(keys: Path, name: str, role: HttpRole, out: Path | None = None) -> str:
+    """Make a token in a deployment's folder of keys; returns its secret, which is kept nowhere but
+    in the new file ``out`` if one is named. That is written before the token counts: of a token
+    that counts the secret is never lost.
 
     Raises:
-        ConfigError: a bad name, or one that there is.
+        ConfigError: a bad name, one that there is, or ``out`` cannot be written.
     """
     if not is_name(name) or not is_name(f"{_SUBMITTER}{name}"):
         raise ConfigError(f"token {name!r}: must be {NAME_RULE} (43 at most)")
@@ -82,7 +94,8 @@ def create_token(keys: Path, name: str, role: HttpRole) -> str:
         ensure_key(keys, f"{_SUBMITTER}{name}", Role.SUBMITTER)
     secret = secrets.token_urlsafe(32)
     token = HttpToken(name=name, role=role, secret_sha256=_digest(secret))
-    write_new(path, to_toml(token), mode=0o600)
+    with secret_file(out, f"{secret}\n"):
+        write_new(path, to_toml(token), mode=0o600)
     return secret
 
 
@@ -131,16 +144,32 @@ def all_tokens(keys: Path) -> tuple[list[HttpToken], list[str]]:
 
 def first_token(keys: Path, folder: Path) -> bool:
     """Make the token ``local`` at the first start, with its secret in ``folder``; says if it did.
+    The secret is written first, and the token counts at once with the folder of tokens, whose being
+    there says that there was a first start: what a crash left unfinished is begun anew.
 
     Whoever may read the folder of the scheduler may as well give it orders with the keys there.
 
     Raises:
         ConfigError, StoreError: a folder cannot be used.
     """
-    if (keys / "http").exists():
+    tokens, begun = keys / "http", keys / _BEGUN
+    if tokens.exists():
         return False
-    secret = create_token(keys, LOCAL, HttpRole.OPERATOR)
+    secret = secrets.token_urlsafe(32)
     atomic_write(private_dir(folder) / LOCAL_SECRET, f"{secret}\n".encode(), mode=0o600)
+    make_folder(begun, 0o700)
+    token = HttpToken(name=LOCAL, role=HttpRole.OPERATOR, secret_sha256=_digest(secret))
+    atomic_write(begun / f"{LOCAL}.toml", to_toml(token).encode(), mode=0o600)
+    try:
+        with store_errors("make", tokens):
+            os.rename(begun, tokens)
+    except StoreError:
+        if not tokens.exists():
+            raise
+        shutil.rmtree(begun)  # somebody made a token of their own meanwhile
+        (folder / LOCAL_SECRET).unlink(missing_ok=True)
+        return False
+    fsync_dir(keys)
     return True
 
 
@@ -199,15 +228,20 @@ class TokenBook:
 
 
 class Rates:
-    """How often each token may ask: ``per_s``, with up to two seconds' worth saved up."""
+    """How often each token or address may ask: ``per_s``, with up to two seconds' worth saved up.
+    What is remembered is of ``most`` of them; those beyond it share one allowance."""
 
-    def __init__(self, per_s: float) -> None:
+    def __init__(self, per_s: float, most: int = MAX_TOKENS) -> None:
         self._per_s = per_s
+        self._most = most
         self._burst = max(1.0, 2.0 * per_s)
         self._left: dict[str, tuple[float, float]] = {}
 
     def take(self, name: str, now_s: float) -> float:
         """0.0 when the request may be made, else in how many seconds it may."""
+        if name not in self._left and len(self._left) >= self._most:
+            self._forget(now_s)
+            name = "" if len(self._left) >= self._most else name
         left, at_s = self._left.get(name, (self._burst, now_s))
         left = min(self._burst, left + (now_s - at_s) * self._per_s)
         allowed = left >= 1.0
@@ -217,6 +251,14 @@ class Rates:
     def keep(self, names: set[str]) -> None:
         """Forget everybody else."""
         self._left = {name: left for name, left in self._left.items() if name in names}
+
+    def _forget(self, now_s: float) -> None:
+        """Who has saved up all is as good as new."""
+        self._left = {
+            name: (left, at_s)
+            for name, (left, at_s) in self._left.items()
+            if left + (now_s - at_s) * self._per_s < self._burst
+        }
 
 
 def _is_token(name: str) -> bool:

@@ -28,11 +28,16 @@ from scheduler.gateway.static_files import is_static, static_file
 from scheduler.http_server import HttpListener, HttpRefused, bearer, json_response
 from transport.asking import RequestRefused
 from transport.errors import ConfigError, LinkError, LocalProtocolError, StoreError
+from transport.runtime.metrics_http import NOT_BY_NAME, names_this_machine
 
 BODY_S: Final = 20.0
 """How long a request's body may take."""
 STRANGERS_PER_S: Final = 50.0
-"""Requests without a token that counts, of all who have none together."""
+"""Requests that need a token and have none that counts, of all such together."""
+OPEN_PER_S: Final = 100.0
+"""Requests of whatever kind without a token that counts, from one address."""
+MAX_ADDRESSES: Final = 1024
+"""Of which is known how often they asked."""
 SHOWN_PATH: Final = 300
 RETRY_AFTER_S: Final = 2
 
@@ -49,7 +54,7 @@ class Gateway:
         self._in_flight: Counter[str] = Counter()
         self.rates = Rates(world.config.http.requests_per_s)
         self._strangers = Rates(STRANGERS_PER_S)
-        self.counters: Counter[str] = Counter()
+        self._addresses = Rates(OPEN_PER_S, MAX_ADDRESSES)
         self.listener: HttpListener
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -58,7 +63,7 @@ class Gateway:
         try:
             answer = await self._answer(request)
         except HttpRefused as refused:
-            self.counters[refused.code] += 1
+            self._world.refused[refused.code] += 1
             answer = refused.response()
         if not answer.prepared:
             answer.headers.setdefault("X-Content-Type-Options", "nosniff")
@@ -67,15 +72,17 @@ class Gateway:
         return answer
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        token = self._world.book.lookup(bearer(request))
+        self._seldom_enough(token, request)
         if is_static(request.path):
             return await static_file(request)
         route, names = self._find(request)
-        open_metrics = route.open_to_metrics and self._world.config.http.open_metrics
-        if not route.roles or open_metrics:
+        if not route.roles or (token is None and self._is_open(route, request)):
             return await self._carry_out(
                 route, Call(self._world, request, names, _query(route, request), None, None)
             )
-        token = self._token(request)
+        if token is None:
+            raise self._stranger()
         await self._allow(route, token, request)
         most = max(1, self._world.config.http.max_connections // 4)
         if self._in_flight[token.name] >= most:
@@ -125,21 +132,37 @@ class Gateway:
         allowed = ", ".join(sorted({route.method for route, _ in found}))
         raise HttpRefused(405, "http.method", f"this path takes {allowed}", Allow=allowed)
 
-    def _token(self, request: web.BaseRequest) -> HttpToken:
-        token = self._world.book.lookup(bearer(request))
+    def _seldom_enough(self, token: HttpToken | None, request: web.BaseRequest) -> None:
+        """Raises HttpRefused for one too many of a token, or of an address that has none."""
+        now_s = self._world.clock.monotonic_s()
         if token is None:
-            wait_s = self._strangers.take("", self._world.clock.monotonic_s())
+            wait_s = self._addresses.take(self.listener.group(request.remote or ""), now_s)
             if wait_s:
-                text = f"more than {STRANGERS_PER_S:g} requests a second have no token that counts"
+                text = f"without a token this address may ask {OPEN_PER_S:g} times a second"
                 raise _too_often(text, wait_s)
-            raise unauthorised()
-        return token
-
-    async def _allow(self, route: Route, token: HttpToken, request: web.BaseRequest) -> None:
-        wait_s = self.rates.take(token.name, self._world.clock.monotonic_s())
+            return
+        wait_s = self.rates.take(token.name, now_s)
         if wait_s:
             text = f"this token may ask {self._world.config.http.requests_per_s:g} times a second"
             raise _too_often(text, wait_s)
+
+    def _is_open(self, route: Route, request: web.BaseRequest) -> bool:
+        """Whether this machine may ask for it without a token; raises HttpRefused where it is asked
+        by a name that others may have made to lead here."""
+        if not (route.open_to_metrics and self._world.config.http.open_metrics):
+            return False
+        if not names_this_machine(request.headers.get("Host")):
+            raise HttpRefused(421, "http.host", f"{NOT_BY_NAME}, or send a token")
+        return True
+
+    def _stranger(self) -> HttpRefused:
+        wait_s = self._strangers.take("", self._world.clock.monotonic_s())
+        if wait_s:
+            text = f"more than {STRANGERS_PER_S:g} requests a second have no token that counts"
+            return _too_often(text, wait_s)
+        return unauthorised()
+
+    async def _allow(self, route: Route, token: HttpToken, request: web.BaseRequest) -> None:
         if token.role in route.roles:
             return
         roles = " or ".join(sorted(role.value for role in route.roles))

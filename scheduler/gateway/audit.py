@@ -1,13 +1,14 @@
 """The record of every request that changes something: who, from where, what, how it ended.
 
 What always holds: a line is on the disk before the request is carried out, so that what cannot be
-recorded is not done; the record is bounded, and what was in it last stays.
+recorded is not done; the record is bounded, and what was in it last stays; what power loss left of
+an unfinished line is cut off before the first line of a life, so that no other line is spoilt.
 
     FOLDER/http-audit.jsonl     and http-audit.jsonl.1 to .3, older
 
 A request has two lines of one ``number``: ``begun``, and ``ended`` with its HTTP status and code.
 One that may not be made has the second alone. After a crash the first stands alone: it may have
-been carried out.
+been carried out. An unfinished line was not on the disk yet, so what it began was not carried out.
 """
 
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
+import structlog
 
 from scheduler.service import Worker
 from transport.errors import StoreError
@@ -25,6 +27,11 @@ FILE_NAME: Final = "http-audit.jsonl"
 MAX_BYTES: Final = 4 * 2**20
 KEPT: Final = 3
 """Older files, each of about ``MAX_BYTES``."""
+MAX_TAIL_BYTES: Final = 1 << 16
+"""Is read at once, and far above any line."""
+SHOWN_BYTES: Final = 1000
+
+_log = structlog.get_logger()
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +65,7 @@ class Audit:
         self._life = life
         self._clock = clock
         self._number = 0
+        self._mended = False
         self._worker = Worker("http-audit")
 
     async def begin(self, asked: Asked) -> AuditLine:
@@ -99,11 +107,14 @@ class Audit:
 
     def _append(self, line: AuditLine, durably: bool) -> None:
         data = msgspec.json.encode(line) + b"\n"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with store_errors("write", self._path):
                 descriptor = os.open(self._path, flags, 0o600)
                 try:
+                    if not self._mended:
+                        _cut_unfinished(descriptor, self._path)
+                        self._mended = True
                     size_bytes = os.fstat(descriptor).st_size
                     if size_bytes > MAX_BYTES:
                         self._rotate()
@@ -126,3 +137,22 @@ class Audit:
             if older.exists():
                 os.replace(older, self._path.with_name(f"{FILE_NAME}.{number}"))
         os.replace(self._path, self._path.with_name(f"{FILE_NAME}.1"))
+
+
+def _cut_unfinished(descriptor: int, path: Path) -> None:
+    """End a record behind its last whole line. What is cut off goes to the log."""
+    size_bytes = whole = os.fstat(descriptor).st_size
+    cut = b""
+    while whole:
+        start = max(0, whole - MAX_TAIL_BYTES)
+        tail = os.pread(descriptor, whole - start, start)
+        end = tail.rfind(b"\n") + 1
+        cut, whole = tail[end:], start + end
+        if end:
+            break
+    if whole == size_bytes:
+        return
+    text = repr(cut.rstrip(b"\0")[:SHOWN_BYTES])
+    _log.warning("http.record_cut", path=str(path), bytes=size_bytes - whole, text=text)
+    os.ftruncate(descriptor, whole)
+    os.fsync(descriptor)

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,7 +52,9 @@ class Line:
 @dataclass(slots=True)
 class World:
     """What answers are made with. ``folder`` is the scheduler's, read by one at a time (``disk``);
-    ``orders`` answers at once, ``logs`` after an agent has; ``bridge`` is there with ``[mqtt]``."""
+    ``orders`` answers at once, ``logs`` after an agent has; ``bridge`` is there with ``[mqtt]``.
+    ``refused`` counts requests and connections by the code with which they were refused;
+    ``connections`` says how many there are."""
 
     config: SchedulerConfig
     folder: Path
@@ -66,6 +69,8 @@ class World:
     streams: int = 0
     downloads: int = 0
     bridge: BridgeCounts | None = None
+    refused: Counter[str] = field(default_factory=Counter)
+    connections: Callable[[], int] = lambda: 0
 
 
 class NoQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

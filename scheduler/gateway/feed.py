@@ -1,12 +1,14 @@
 """What everybody who looks at the scheduler shares: its status and its events, asked for once.
 
-What always holds: the status is asked for at most once in ``STATUS_S`` however many want it; events
-are followed by one request at a time, only while somebody listens; the last ``RING`` of them are
-kept, and who is further behind is told how many are missing.
+What always holds: the status is at most ``STATUS_S`` old, and asked for at most once in that time
+however many want it, and once before each visit of who comes regularly; events are followed by one
+request at a time, only while somebody listens; the last ``RING`` of them are kept, and who is
+further behind is told how many are missing.
 """
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import AsyncIterator
 from itertools import islice
@@ -15,6 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 import structlog
 
+from scheduler.gateway.habits import Habits
 from scheduler.operator import Operator
 from transport.errors import FarflowError, PeerUnreachable
 from transport.messages import Events, Transition
@@ -22,6 +25,9 @@ from transport.runtime.clock import Clock
 from transport.status import SchedulerStatus
 
 STATUS_S: Final = 1.0
+LEAD_S: Final = 0.5
+"""So long before somebody is expected the status is asked for, which takes a while with a thousand
+agents."""
 WAIT_S: Final = 20.0
 PACE_S: Final = 0.05
 """Between two requests for events: what happens meanwhile comes in one answer."""
@@ -34,11 +40,13 @@ _log = structlog.get_logger()
 
 
 class Snapshot(NamedTuple):
-    """A status, how often it had changed before in this life, and its JSON."""
+    """A status, how often it had changed before in this life, its JSON, and when on our clock it
+    came."""
 
     status: SchedulerStatus
     number: int
     encoded: bytes
+    taken_s: float
 
 
 class Told(NamedTuple):
@@ -59,7 +67,8 @@ class Feed:
         self._clock = clock
         self._snapshot: Snapshot | None = None
         self._compared = b""
-        self._taken_s = 0.0
+        self._habits = Habits()
+        self._expected: dict[str, asyncio.TimerHandle] = {}
         self._status_task: asyncio.Task[Snapshot] | None = None
         self._ring: deque[Told] = deque(maxlen=RING)
         self._changed = asyncio.Event()
@@ -77,12 +86,36 @@ class Feed:
 
     async def status(self) -> Snapshot:
         """The status, at most ``STATUS_S`` old; raises as ``Operator.status``."""
-        if self._snapshot is not None and self._clock.monotonic_s() - self._taken_s < STATUS_S:
+        if self._snapshot is not None and self._age_s() < STATUS_S:
             return self._snapshot
+        return await asyncio.shield(self._asked_for())
+
+    def expect(self, who: str) -> None:
+        """``who`` has just come for the status, and may come regularly: have it there then."""
+        pending = self._expected.pop(who, None)
+        if pending is not None:
+            pending.cancel()
+        again_s = self._habits.came(who, self._clock.monotonic_s())
+        if again_s is not None:
+            loop = asyncio.get_running_loop()
+            self._expected[who] = loop.call_later(max(0.0, again_s - LEAD_S), self._ahead, who)
+
+    def _ahead(self, who: str) -> None:
+        del self._expected[who]
+        if self._age_s() > STATUS_S / 4:
+            self._asked_for()
+
+    def _age_s(self) -> float:
+        """Of the latest status."""
+        if self._snapshot is None:
+            return math.inf
+        return self._clock.monotonic_s() - self._snapshot.taken_s
+
+    def _asked_for(self) -> asyncio.Task[Snapshot]:
         if self._status_task is None:
             self._status_task = asyncio.create_task(self._take())
             self._status_task.add_done_callback(self._taken)
-        return await asyncio.shield(self._status_task)
+        return self._status_task
 
     async def _take(self) -> Snapshot:
         status = await self._asking.status()
@@ -94,8 +127,8 @@ class Feed:
         if self._snapshot is not None and compared != self._compared:
             number += 1
         self._compared = compared
-        self._snapshot = Snapshot(status, number, msgspec.json.encode(status))
-        self._taken_s = self._clock.monotonic_s()
+        encoded = msgspec.json.encode(status)
+        self._snapshot = Snapshot(status, number, encoded, self._clock.monotonic_s())
         return self._snapshot
 
     def _taken(self, task: asyncio.Task[Snapshot]) -> None:
@@ -135,9 +168,12 @@ class Feed:
                 await self.close()
 
     async def close(self) -> None:
-        """Stop following; idempotent."""
+        """Stop following, and expect nobody; idempotent."""
         tasks, self._tasks = self._tasks, []
         started, self._started = self._started, None
+        for pending in self._expected.values():
+            pending.cancel()
+        self._expected.clear()
         self._ring.clear()
         for task in tasks:
             task.cancel()
@@ -211,16 +247,26 @@ class Feed:
         if page.missed:
             self._ring.append(Told(None, page.missed, missed_event(page.missed)))
             self.position += 1
+        lead_s = clock_lead_s(page, self._clock)
         for transition in page.transitions:
-            self._ring.append(Told(transition, 0, transition_event(transition)))
+            self._ring.append(Told(transition, 0, transition_event(transition, lead_s)))
             self.position += 1
         if page.missed or page.transitions:
             self._notify()
 
 
-def transition_event(transition: Transition) -> bytes:
-    """As an event stream has it; ``id`` is the number to go on after."""
+def clock_lead_s(page: Events, clock: Clock) -> float | None:
+    """What our wall clock is ahead of the scheduler's own seconds now; None where a page does not
+    say what they are."""
+    return clock.wall_s() - page.now_s if page.now_s else None
+
+
+def transition_event(transition: Transition, lead_s: float | None) -> bytes:
+    """As an event stream has it, with ``wall_s`` where ``lead_s`` is known; ``id`` is the number to
+    go on after."""
     data = msgspec.json.encode(transition)
+    if lead_s is not None:
+        data = b'%b,"wall_s":%.3f}' % (data.removesuffix(b"}"), transition.at_s + lead_s)
     return b"id: %d\nevent: transition\ndata: %b\n\n" % (transition.number, data)
 
 

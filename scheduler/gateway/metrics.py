@@ -1,7 +1,7 @@
 """A scheduler's status as a page of metrics. Pure."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -46,10 +46,28 @@ class BridgeCounts:
         }
 
 
-def render(status: SchedulerStatus, bridge: BridgeCounts | None = None) -> bytes:
+@dataclass(frozen=True, slots=True)
+class HttpCounts:
+    """What the HTTP interface says of itself: connections now, refusals by code in this life, and
+    how old the status is of which it makes the page."""
+
+    connections: int
+    refused: Mapping[str, int]
+    status_age_s: float
+
+
+def render(
+    status: SchedulerStatus, bridge: BridgeCounts | None = None, http: HttpCounts | None = None
+) -> bytes:
     """The page; agents that said goodbye and runs that ended are left out, so that a scheduler of
     weeks does not grow its page."""
     samples: dict[str, list[Sample]] = defaultdict(list)
+    if http is not None:
+        samples["farflow_scheduler_status_age_seconds"] = [((), round(http.status_age_s, 3))]
+        samples["farflow_http_connections"] = [((), http.connections)]
+        samples["farflow_http_refused_total"] = [
+            ((code,), count) for code, count in sorted(http.refused.items())
+        ]
     if bridge is not None:
         samples["farflow_mqtt_connected"] = [((), int(bridge.connected))]
         samples["farflow_mqtt_connections_total"] = [((), bridge.connections)]

@@ -12,6 +12,7 @@ import contextlib
 import random
 from collections.abc import Iterable
 from itertools import islice
+from pathlib import Path
 from typing import Final, NoReturn
 
 import aiomqtt
@@ -25,6 +26,7 @@ from scheduler.gateway.calls import Line
 from scheduler.gateway.feed import Feed
 from scheduler.gateway.metrics import BridgeCounts
 from scheduler.gateway.mqtt_access import broker_password, broker_tls
+from scheduler.gateway.mqtt_given import GivenCommands
 from scheduler.gateway.mqtt_orders import MqttOrders
 from transport.errors import FarflowError
 from transport.mqtt_topics import (
@@ -66,11 +68,13 @@ class MqttBridge:
         orders: Line,
         book: TokenBook,
         audit: Audit,
+        folder: Path,
         *,
         clock: Clock,
         rng: random.Random,
     ) -> None:
-        """Reads the password and the certificates; blocks a moment.
+        """Reads the password, the certificates, and which commands were taken in ``folder``; blocks
+        a moment.
 
         Raises:
             ConfigError: a file does not load.
@@ -79,7 +83,9 @@ class MqttBridge:
         self._feed = feed
         self._clock = clock
         self._rng = rng
-        self._orders = MqttOrders(orders, book, audit, table.host, clock.wall_s)
+        self._orders = MqttOrders(
+            orders, book, audit, GivenCommands(folder), table.host, clock.wall_s
+        )
         self._password = broker_password(table)
         self._tls = broker_tls(table)
         self._kept: dict[str, bytes] = {}

@@ -2,12 +2,14 @@
 
 What always holds: a command counts only with a valid signature of an operator's token, until it
 expires; a second one of the same token, topic and id gets the first one's answer and is not carried
-out again. It is recorded as one over HTTP is, and like there nothing is recorded of who has no
-token: whoever can write to the broker must not push others' lines out of the record.
+out again, nor after a restart (``mqtt_given``). It is recorded as one over HTTP is, and like there
+nothing is recorded of who has no token: whoever can write to the broker must not push others' lines
+out of the record. Who has no token is not told which there are.
 """
 
 import asyncio
 import hashlib
+import secrets
 from collections.abc import Callable
 from typing import Final
 
@@ -17,6 +19,7 @@ import structlog
 from scheduler.gateway.access import HttpRole, HttpToken, TokenBook
 from scheduler.gateway.audit import Asked, Audit
 from scheduler.gateway.calls import Line
+from scheduler.gateway.mqtt_given import GivenCommands, Key
 from scheduler.operator import Order, RequestRefused
 from transport.errors import FarflowError, LinkError, StoreError
 from transport.mqtt_topics import MAX_COMMAND_BYTES, VERBS, Command, Reply, command_fault
@@ -25,26 +28,42 @@ MAX_REMEMBERED: Final = 4096
 SHOWN: Final = 300
 
 _ORDERS: Final[dict[str, Order]] = {"drain": "drain", "cordon": "cordon", "resume": "uncordon"}
-_Key = tuple[str, str, str]
-"""Token, topic and id."""
+_NOBODYS: Final = secrets.token_hex(32)
+"""In place of the secret of a token that is not there: the same work and the same answer."""
+_FAULTS: Final = {
+    "mqtt.bad_signature": "not signed with the secret of a token of this name, or changed since",
+}
+_REPEATED: Final = (
+    "taken before the bridge was started again, and not carried out once more; `farflow events`"
+    " shows what became of it"
+)
 
 _log = structlog.get_logger()
 
 
 class MqttOrders:
-    """``obey`` one command after the other. ``broker`` is shown in the record; ``wall_s`` tells the
-    time since 1970."""
+    """``obey`` one command after the other. ``broker`` is shown in the record, ``kept`` outlives
+    us; ``wall_s`` tells the time since 1970. Making one blocks a moment."""
 
     def __init__(
-        self, orders: Line, book: TokenBook, audit: Audit, broker: str, wall_s: Callable[[], float]
+        self,
+        orders: Line,
+        book: TokenBook,
+        audit: Audit,
+        kept: GivenCommands,
+        broker: str,
+        wall_s: Callable[[], float],
     ) -> None:
         self._orders = orders
         self._book = book
         self._audit = audit
         self._broker = broker
         self._wall_s = wall_s
-        self._given: dict[_Key, tuple[float, asyncio.Task[Reply]]] = {}
+        self._given: dict[Key, tuple[float, asyncio.Task[Reply]]] = {}
         """Commands that count and did not expire, with when they do."""
+        self._kept = kept
+        self._earlier = kept.load(wall_s())
+        """Likewise, of lives before this one."""
 
     async def obey(
         self, topic: str, agent: str, verb: str, payload: bytes, *, retained: bool
@@ -60,20 +79,22 @@ class MqttOrders:
         if retained:  # it would be given again to everybody who comes
             return _no(command, "mqtt.retained", "send it without the retain flag")
         token = self._book.named(command.token)
-        if token is None:
-            return _no(command, "mqtt.unknown_token", "there is no HTTP token of this name")
-        fault = command_fault(topic, command, token.secret_sha256, self._wall_s())
-        if fault:  # not remembered: whoever has no token must not use up another one's id
-            return _no(command, fault, "not carried out")
+        secret_sha256 = _NOBODYS if token is None else token.secret_sha256
+        fault = command_fault(topic, command, secret_sha256, self._wall_s())
+        if fault or token is None:  # not remembered: a stranger must not use up another one's id
+            fault = fault or "mqtt.bad_signature"
+            return _no(command, fault, _FAULTS.get(fault, "not carried out"))
         key = (token.name, topic, command.id)
+        if key in self._earlier:
+            return _no(command, "mqtt.repeated", _REPEATED)
         if key not in self._given:
             self._forget()
             # Those who may give none fill no more than half.
             most = MAX_REMEMBERED // (1 if token.role is HttpRole.OPERATOR else 2)
-            if len(self._given) >= most:
+            if len(self._given) + len(self._earlier) >= most:
                 return _no(command, "mqtt.busy", "too many commands that have not expired; wait")
             asked = self._asked(topic, token, payload)
-            work = self._carried_out(asked, agent, verb, command, token)
+            work = self._carried_out(asked, key, agent, verb, command, token)
             self._given[key] = (command.expires, asyncio.create_task(work))
         return await asyncio.shield(self._given[key][1])
 
@@ -83,11 +104,18 @@ class MqttOrders:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._kept.close()
 
     def _forget(self) -> None:
         """What has expired is refused for that."""
         now_s = self._wall_s()
         self._given = {k: one for k, one in self._given.items() if one[0] > now_s}
+        self._earlier = {k: expires for k, expires in self._earlier.items() if expires > now_s}
+
+    def _all(self) -> dict[Key, float]:
+        """What must not be carried out again."""
+        self._forget()
+        return {**self._earlier, **{key: expires for key, (expires, _) in self._given.items()}}
 
     def _asked(self, topic: str, token: HttpToken, payload: bytes) -> Asked:
         return Asked(
@@ -100,7 +128,7 @@ class MqttOrders:
         )
 
     async def _carried_out(
-        self, asked: Asked, agent: str, verb: str, command: Command, token: HttpToken
+        self, asked: Asked, key: Key, agent: str, verb: str, command: Command, token: HttpToken
     ) -> Reply:
         try:
             if token.role is not HttpRole.OPERATOR:
@@ -109,6 +137,7 @@ class MqttOrders:
             if verb not in VERBS:
                 text = f"commands are {', '.join(VERBS)}"
                 return await self._refused(asked, _no(command, "mqtt.unknown_command", text))
+            await self._kept.add(key, command.expires, self._all())
             begun = await self._audit.begin(asked)
         except FarflowError as error:  # it cannot be recorded, so it is not done
             return _no(command, error.code, str(error))

@@ -11,7 +11,7 @@ from scheduler.build import build_id
 from scheduler.gateway.calls import LOOK, Call, Route
 from scheduler.gateway.history import RunHistory, run_history
 from scheduler.gateway.jobs import MAX_LIMIT, JobPage, job_page
-from scheduler.gateway.metrics import render
+from scheduler.gateway.metrics import HttpCounts, render
 from scheduler.http_server import HttpRefused
 from transport.messages import Id
 from transport.telemetry import CONTENT_TYPE
@@ -66,8 +66,15 @@ async def _history(call: Call) -> RunHistory:
 
 
 async def _metrics(call: Call) -> web.Response:
-    snapshot = await call.world.feed.status()
-    page = await asyncio.to_thread(render, snapshot.status, call.world.bridge)
+    world = call.world
+    snapshot = await world.feed.status()
+    world.feed.expect(call.by)
+    http = HttpCounts(
+        connections=world.connections(),
+        refused=dict(world.refused),
+        status_age_s=world.clock.monotonic_s() - snapshot.taken_s,
+    )
+    page = await asyncio.to_thread(render, snapshot.status, world.bridge, http)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
 

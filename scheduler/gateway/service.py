@@ -130,7 +130,9 @@ async def _serve(
         )
         bridge = None
         if config.mqtt.enabled:
-            bridge = MqttBridge(config.mqtt, feed, world.orders, book, audit, clock=clock, rng=rng)
+            bridge = MqttBridge(
+                config.mqtt, feed, world.orders, book, audit, folder, clock=clock, rng=rng
+            )
             world.bridge = bridge.counts
         gateway = Gateway(world, ROUTES, audit)
         gateway.listener = HttpListener(
@@ -138,9 +140,12 @@ async def _serve(
             host=table.host,
             tls=tls,
             max_connections=table.max_connections,
-            counters=gateway.counters,
+            counters=world.refused,
             setting="http.port",
+            max_per_address=table.max_connections_per_address,
+            shared=table.shared_addresses,
         )
+        world.connections = lambda: gateway.listener.connections
 
         def listening(port: int) -> None:
             if not table.port:

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from scheduler.core.transitions import names
 from scheduler.gateway.calls import Call, busy
-from scheduler.gateway.feed import STATUS_S, Told, missed_event, transition_event
+from scheduler.gateway.feed import STATUS_S, Told, clock_lead_s, missed_event, transition_event
 from scheduler.http_server import write
 from transport.messages import Transition
 
@@ -108,7 +108,9 @@ class _Reader:
             async with self._world.orders.turn() as operator:
                 page = await operator.events(after, subject=self._subject)
             parts = [missed_event(page.missed)] if page.missed else []
-            parts += [transition_event(one) for one in page.transitions if one.number <= until]
+            lead_s = clock_lead_s(page, self._world.clock)
+            found = [one for one in page.transitions if one.number <= until]
+            parts += [transition_event(one, lead_s) for one in found]
             if parts and not await self._write(b"".join(parts)):
                 return False
             if page.last >= until or page.last <= after:

@@ -5,9 +5,12 @@ nothing. A crash keeps what is on disk, the spool and the last committed copy, u
 as well (``wipe``).
 """
 
+import math
 import random
 from collections import deque
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from edge_agent.core import effects as do
 from edge_agent.core import events as on
@@ -78,7 +81,10 @@ class AgentActor:
         )
         self.alive = False
         self.core: AgentCore
-        self._settings = settings
+        # Polls that would bring no news are left out: most of a large fleet's events were those.
+        self._slot_poll_s = settings.slot_poll_s
+        self._settings = msgspec.structs.replace(settings, slot_poll_s=math.inf)
+        self._unsaid = False  # sequences have ended that the core does not know of
         self._kernel = kernel
         self._network = network
         self._draws = draws
@@ -224,15 +230,20 @@ class AgentActor:
                 break
             event = self._events.popleft()
         self._handling = False
-        self._alarm.set(core.next_deadline() if self.alive else None)
+        due_s = core.next_deadline() if self.alive else None
+        if self._unsaid and due_s is not None and core.wants_slot:
+            due_s = min(due_s, now + self._slot_poll_s)
+        self._alarm.set(due_s)
 
     def _sequences_ended(self) -> None:
         if self.alive and self.core.wants_slot:
             self._tick()
+        else:
+            self._unsaid = True
 
     def _tick(self) -> None:
         if self.alive:
-            engine = self.engine
+            engine, self._unsaid = self.engine, False
             # Whatever an event says, the core does all that is due: no ``Tick`` is needed after it.
             self.feed(
                 on.Measured(

@@ -130,6 +130,30 @@ def test_every_page_is_drawn_soon_and_without_an_error(browser, deployment):
         expect(page.locator("tbody tr")).to_have_count(len(range(0, AGENTS, 6)))
         go(page, "events")
         expect(page.locator("ul.log li")).not_to_have_count(0)
+        now = page.evaluate("Date.now() / 1000")
+        said = page.locator("ul.log li").first.text_content() or ""
+        told = time.strptime(said.split()[0], "%H:%M:%S")
+        here = time.localtime(now)
+        ago_s = (here.tm_hour - told.tm_hour) * 3600 + (here.tm_min - told.tm_min) * 60
+        assert (ago_s + here.tm_sec - told.tm_sec) % 86400 < 120
+
+
+def test_runs_come_before_the_map_which_is_there_only_with_a_site(browser, deployment):
+    """A deployment without labels had an empty world on its first screen."""
+    with opened(browser, deployment, in_(deployment)) as page:
+        expect(page.locator(".tile b").first).to_have_text(f"{AGENTS} / {AGENTS}")
+        titles = page.locator("main .card:visible h2").all_text_contents()
+        assert titles.index("Runs") < titles.index("Sites")
+        shown = """async ([labels]) => {
+          const { Overview } = await import(new URL("overview.js", document.baseURI));
+          const agent = { name: "a", state: "ready", slots: 1, rtt_s: null, labels };
+          const view = new Overview({ about: {}, tokens: () => 0,
+            status: { agents: [agent], runs: [], demand: [], uptime_s: 1 } });
+          view.show();
+          return !view.sites.hidden;
+        }"""
+        assert not page.evaluate(shown, [{}])
+        assert page.evaluate(shown, [{"latitude": "48.1", "longitude": "11.6"}])
 
 
 def test_an_address_that_leads_nowhere_harms_nothing(browser, deployment):

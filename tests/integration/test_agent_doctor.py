@@ -16,7 +16,7 @@ from key_cloud import KeyCloud
 from edge_agent import doctor
 from edge_agent.cli import agent_group
 from edge_agent.config import AgentConfig, AgentTable
-from edge_agent.doctor import Doctor, Finding, first_wrong
+from edge_agent.doctor import Doctor, Finding, first_wrong, what_to_do
 from scheduler.tokens import revoke_key
 from transport.keys import KeyPair, create_keys
 from transport.messages import Role
@@ -179,6 +179,47 @@ async def test_a_wrong_clock_is_a_warning_with_its_size(patient):
     assert patient.first is None
     assert found["clock"].state == "warning"
     assert "NTP" in found["clock"].remedy
+
+
+@pytest.mark.asyncio
+async def test_each_thing_that_is_wrong_comes_with_its_remedy(patient, monkeypatch):
+    async def fails(_: float, *argv: str) -> tuple[int | None, str]:
+        return (None, "") if argv[0] == "nvidia-smi" else (1, "No module named 'vllm'")
+
+    monkeypatch.setattr(doctor, "_call", fails)
+    patient.agent.update(engine="vllm", device="cuda")
+    lines = what_to_do([*(await patient.examine()).values()])
+    assert lines[-4:] == [
+        "first: gpu: no nvidia-smi here, or it hangs",
+        "remedy: install the NVIDIA driver",
+        "also: engine: vllm: No module named 'vllm'",
+        "remedy: pip install 'farflow[vllm]'",
+    ]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("engine", "device", "gpu", "state"),
+    [
+        ("torch", "cpu", "NVIDIA X, 24 GiB, 1.2", "warning"),
+        ("vllm", "cpu", "NVIDIA X, 24 GiB, 1.2", "warning"),
+        ("torch", "cpu", "", "ok"),
+        ("torch", "cuda", "NVIDIA X, 24 GiB, 1.2", "ok"),
+        ("fake", "cpu", "NVIDIA X, 24 GiB, 1.2", "ok"),
+        ("fake", "cuda", "", "ok"),
+    ],
+)
+async def test_a_gpu_that_is_here_and_not_used_is_a_warning(
+    patient, monkeypatch, engine, device, gpu, state
+):
+    async def answers(_: float, *argv: str) -> tuple[int | None, str]:
+        return (0 if gpu else None, gpu) if argv[0] == "nvidia-smi" else (0, "2.0 4.0 True")
+
+    monkeypatch.setattr(doctor, "_call", answers)
+    patient.agent.update(engine=engine, device=device)
+    found = (await patient.examine())["gpu"]
+    assert found.state == state
+    assert ('agent.device = "cuda"' in found.remedy) == (state == "warning")
 
 
 @pytest.mark.asyncio

@@ -42,10 +42,16 @@ def certain(completion: Completion, _: random.Random) -> Completion:
 class Bench:
     """Two agents, one float32 and one bf16 engine, a trainer that learns, and the scheduler's core.
     ``lie`` is what the liar (agent ``a``) does to its completions; ``stale``: it draws from the
-    weights of the beginning, whatever version it claims."""
+    weights of the beginning, whatever version it claims; it is always so many steps ``behind``."""
 
     def __init__(
-        self, folder: Path, lie: Lie | None = None, *, stale: bool = False, lr: float = 3e-4
+        self,
+        folder: Path,
+        lie: Lie | None = None,
+        *,
+        stale: bool = False,
+        behind: int = 0,
+        lr: float = 3e-4,
     ) -> None:
         policy = {"steps": 200, "batch_groups": GROUPS, "max_policy_lag": 4, "checkpoint_every": 50}
         workflow = {"group_size": SIBLINGS}
@@ -54,7 +60,7 @@ class Bench:
         for name in ("a", "b"):
             self.scene.joined(name, slots=16)
         self.folder = folder
-        self.lie, self.stale = lie, stale
+        self.lie, self.stale, self.behind = lie, stale, behind
         self.rng = random.Random(5)
         self.trainer = TorchTrainer({"lr": lr, "warmup_steps": 0})
         self.trainer.load(EXAMPLE)
@@ -62,6 +68,7 @@ class Bench:
         self.engines["b"]._compute = "published"  # bf16, as on a GPU
         self.reports = StepReports(SOLVER)
         self.found: dict[str, list[float]] = {"a": [], "b": []}
+        self.moved: dict[str, list[float]] = {"a": [], "b": []}
 
     async def start(self) -> None:
         for engine in self.engines.values():
@@ -86,27 +93,35 @@ class Bench:
                 for offer in scene.live_offers(name)[:wanted]:
                     by[offer.job] = name
                     scene.accepted(offer)
-                    groups[offer.job] = await self.group(name, offer.job, head)
+                    version = self.held(name, head)
+                    groups[offer.job] = await self.group(name, offer.job, version)
                     rewards = tuple(sibling.reward for sibling in groups[offer.job])
-                    scene.finished(offer, version=head, rewards=rewards, lengths=(8,) * SIBLINGS)
+                    scene.finished(offer, version=version, rewards=rewards, lengths=(8,) * SIBLINGS)
             scene.requested(step, groups=GROUPS)
             taken = scene.core._ctx.policies[SOLVER].taken.get(step, {})
         metrics = self.trainer.step([groups[job] for job in taken])
-        done = on.StepFinished(step=step, metrics=metrics, drifts=self.trainer.drifts())
+        done = on.StepFinished(
+            step=step, metrics=metrics, drifts=self.trainer.drifts(), moved=self.trainer.moved()
+        )
         refs = tuple(GroupRef(job=job, digest="d", size_bytes=1, policy_lag=0) for job in taken)
         report = self.reports.add(done, version=step, held=head, groups=refs, now=float(step))
-        for drift in report.drifts:
+        for drift in (*report.drifts, *report.older):
             agent = scene.core._ctx.tables.jobs[drift.job].result.agent
             self.found[agent].append(drift.difference)
+            self.moved[agent].append(drift.moved)
         scene.trainer_says(report)
         scene.version_stored(step)
-        folder = self.folder / f"v{step}"
-        self.trainer.export(folder)
+        self.trainer.export(self.folder / f"v{step}")
         for name, engine in self.engines.items():
-            scene.serving(step, name)
-            if not (self.stale and name == "a"):
+            version = self.held(name, step)
+            scene.serving(version, name)
+            if version and not (self.stale and name == "a"):
                 await engine.unload_policy("p")
-                await engine.load_policy("p", folder, step)
+                await engine.load_policy("p", self.folder / f"v{version}", version)
+
+    def held(self, name: str, head: int) -> int:
+        """The version that an agent has when the trainer holds ``head``."""
+        return max(0, head - self.behind) if name == "a" else head
 
     async def group(self, name: str, job: str, head: int) -> list[TrainingSequence]:
         engine = self.engines[name]
@@ -179,3 +194,31 @@ async def test_an_engine_that_rounds_is_honest_over_many_batches(benches):
     for name in ("a", "b"):
         assert bench.scene.agent(name).evidence == ()
     assert bench.found["b"][0] > 100 * bench.found["a"][0]  # it does round
+
+
+@pytest.mark.parametrize("lie", [noisy, certain])
+async def test_a_liar_that_is_always_behind_is_quarantined_too(benches, lie):
+    bench = benches(lie, behind=2, lr=3e-5)
+    await bench.start()
+    for step in range(1, 9):
+        await bench.step(step)
+        if bench.scene.agent("a").quarantined:
+            break
+    assert bench.scene.agent("a").quarantined == honesty.DRIFT
+    assert bench.scene.agent("b").evidence == ()
+
+
+@pytest.mark.parametrize("lr", [3e-4, 1e-3])
+async def test_an_honest_agent_that_is_always_behind_is_measured_and_right(benches, lr):
+    """The policy moves by more in two steps than what an agent may drift. Windows are of 30 tokens,
+    where a run's are of 1000."""
+    bench = benches(behind=2, lr=lr)
+    await bench.start()
+    for step in range(1, 9):
+        await bench.step(step)
+    behind = [pair for pair in zip(bench.found["a"], bench.moved["a"], strict=True) if pair[1]]
+    assert len(behind) >= 10
+    assert sum(moved for _, moved in behind) / len(behind) > 0.1
+    window = bench.scene.core._ctx.policies[SOLVER].drifts["a"]
+    assert window.mean_moved > 0
+    assert bench.scene.agent("a").evidence == ()

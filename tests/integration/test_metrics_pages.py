@@ -35,8 +35,10 @@ async def running(work):
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def fetched(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, str]:
-    async with asyncio.timeout(WAIT_S), aiohttp.ClientSession() as session:
+async def fetched(
+    port: int, path: str = "/metrics", method: str = "GET", headers: dict[str, str] | None = None
+) -> tuple[int, str]:
+    async with asyncio.timeout(WAIT_S), aiohttp.ClientSession(headers=headers) as session:
         while True:
             try:
                 async with session.request(method, f"http://127.0.0.1:{port}{path}") as answer:
@@ -55,6 +57,8 @@ async def test_one_page_and_no_other():
         assert await fetched(port) == (200, "# nothing\n")
         assert (await fetched(port, "/"))[0] == 404
         assert (await fetched(port, "/metrics", "POST"))[0] == 404
+        rebound = {"Host": "evil.example"}  # a page whose name was made to lead here
+        assert (await fetched(port, headers=rebound))[0] == 421
 
 
 async def test_a_port_that_is_taken_is_no_failure_of_the_daemon():

@@ -209,7 +209,6 @@ REFUSED = {
     "mqtt.bad_signature": {"secret": "x" * 43},
     "mqtt.expired": {"expires": 1.0},
     "mqtt.expires_too_late": {"expires": 1e10},
-    "mqtt.unknown_token": {"token": "nobody"},
     "mqtt.role": {"role": "viewer"},
     "mqtt.unknown_command": {"verb": "explode"},
 }
@@ -229,6 +228,9 @@ async def test_what_does_not_count_is_refused_with_its_code_and_does_nothing(
     moved, payload = made(world, "moved", signed_for=command_topic(BASE, "b", "cordon"))
     await listener.client.publish(moved, payload, qos=1)
     assert (await listener.reply("moved"))["code"] == "mqtt.bad_signature"
+    topic, payload = made(world, "stranger", **{"token": "nobody"})
+    await listener.client.publish(topic, payload, qos=1)  # who guesses names is told no more
+    assert (await listener.reply("stranger"))["code"] == "mqtt.bad_signature"
     submitter, payload = made(world, "jobs", role="submitter")
     await listener.client.publish(submitter, payload, qos=1)
     assert (await listener.reply("jobs"))["code"] == "mqtt.role"

@@ -147,9 +147,19 @@ async def test_a_newer_build_of_this_protocol_is_served(tmp_path: Path) -> None:
         [welcome] = await agent.expect(Welcome)
         assert isinstance(welcome, Welcome)
         assert "mind-reading" not in welcome.features
+        assert set(welcome.kinds) == set(KINDS), "what it may say, before it says it"
         await say(agent, frames(Heartbeat, {**FROM_THE_FUTURE, "sequence": 1, "sent_s": 0.5}))
         await agent.expect(HeartbeatReply)
         assert not [m for m, _ in agent.received if isinstance(m, HelloRequired | Refuse)]
+        # Nobody hears of what it said on the control plane: a refusal would end it there.
+        for plane in (Plane.TRAJECTORIES, Plane.WEIGHTS):
+            link = world.link("a", plane)
+            await say(link, [bytes((1, unknown_kind)), msgpack.packb(FROM_THE_FUTURE)])
+            [refusal] = await link.expect(Refuse)
+            assert isinstance(refusal, Refuse)
+            assert refusal.code == "protocol.kind"
+            assert f"0x{unknown_kind:02x} is unknown" in refusal.message
+            assert "upgrade the scheduler's host" in refusal.message
 
 
 @pytest.mark.asyncio

@@ -190,6 +190,23 @@ async def test_damaged_files_and_those_beyond_the_bounds_are_refused(tmp_path, c
 
 
 @pytest.mark.asyncio
+async def test_a_reader_that_leaves_is_no_traceback_in_the_log(tmp_path, caplog, monkeypatch):
+    async def left(response, request, data):
+        request.transport.abort()
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr("scheduler.weight_http.write", left)
+    async with serving(tmp_path) as (made, client, _):
+        digest = made.publications[1].manifest.files[0].digest
+        with pytest.raises(aiohttp.ClientError):
+            async with client.get(f"/v1/files/{digest}") as reply:
+                await reply.read()
+        async with client.get("/v1/policies") as reply:
+            assert reply.status == 200
+    assert not caplog.records
+
+
+@pytest.mark.asyncio
 async def test_nonsense_is_answered_without_a_traceback_in_the_log(tmp_path, caplog):
     async with serving(tmp_path) as (_, _, server):
         for sent in (b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/1.1\r\nHost\r\n\r\n"):

@@ -100,6 +100,7 @@ def make_agent_hello(
     slots: int = 4,
     held: tuple[HeldAttempt, ...] = (),
     versions: dict[str, int] | None = None,
+    process: str = "",
     **changes: Any,
 ) -> Hello:
     known = {SOLVER: 0} if versions is None else versions
@@ -116,7 +117,9 @@ def make_agent_hello(
             **changes,
         }
     )
-    return Hello(role=Role.AGENT, incarnation=incarnation, build="b", agent=inventory)
+    return Hello(
+        role=Role.AGENT, incarnation=incarnation, build="b", agent=inventory, process=process
+    )
 
 
 def make_trainer_hello(

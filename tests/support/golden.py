@@ -137,6 +137,7 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
             stopping=True,
             signers=(SIGNER,),
             upto={POLICY: 3},
+            kinds=bytes((1, 2, 0x66)),
         ),
         (),
     ),
@@ -227,6 +228,11 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
             waiting_s=0.5,
             metrics={"loss": -0.1},
             drifts=(GroupDrift(job=JOB, version=12, tokens=64, difference=0.0125, kl=0.0005),),
+            older=(
+                GroupDrift(
+                    job=JOB, version=9, tokens=64, difference=0.25, kl=0.03125, moved=0.1875
+                ),
+            ),
         ),
         (),
     ),

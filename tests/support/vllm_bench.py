@@ -43,9 +43,9 @@ class VllmBench:
             sampling=SamplingParams(**{"max_new_tokens": 16, "seed": 5, **sampling}),
         )
 
-    async def advance(self, share=0.1, seed=0):
+    async def advance(self, share=0.1, seed=0, bits=0):
         """One version further, through a published delta as an agent decodes it; the pause in s."""
-        new = moved(self.weights, share, seed + self.version)
+        new = moved(self.weights, share, seed + self.version, bits)
         publication = published(self.weights, new, self.version + 1, self.version)
         patch = decoded(self.weights, publication).patch
         pause_s = await self.engine.apply(self.policy, self.version + 1, patch)
@@ -68,14 +68,15 @@ class VllmBench:
         return folder
 
 
-def moved(tensors, share, seed):
-    """Weights of which about ``share`` of the cells moved by one unit in the last place."""
+def moved(tensors, share, seed, bits=0):
+    """Weights of which about ``share`` of the cells, one at least, moved by one unit in the last
+    place, or 2 ** ``bits`` of them."""
     rng = np.random.default_rng(seed)
     new = {}
     for name, tensor in tensors.items():
         cells = tensor.cells().copy()
         where = rng.random(cells.size) < share
         where[rng.integers(cells.size)] = True
-        cells[where] ^= cells.dtype.type(1)
+        cells[where] ^= cells.dtype.type(1 << bits)
         new[name] = TensorBytes(tensor.dtype, tensor.shape, cells.tobytes())
     return new

@@ -22,8 +22,6 @@ SETTINGS = {
 }
 TAKES_WEIGHTS = (
     "--enable-scale-out",
-    "--weight-transfer-config",
-    '{"backend": "farflow"}',
     "--worker-extension-cls",
     "edge_agent.engines.openai_worker.FarflowServerExtension",
 )

@@ -28,6 +28,7 @@ from edge_agent.core.effects import (
 )
 from edge_agent.core.events import (
     AttemptCrashed,
+    CopyOpened,
     DrainRequested,
     Event,
     FromTrajectoryLog,
@@ -49,6 +50,7 @@ from transport.messages import (
     HeldAttempt,
     Hello,
     HelloRequired,
+    HostedPolicies,
     LeaseReply,
     LeaseRevoke,
     Plane,
@@ -360,3 +362,17 @@ def test_check_tells_the_story_of_a_contradiction() -> None:
         story.core.check()
     with pytest.raises(InvariantViolation, match="unknown event Event"):
         story.core.handle(Event(), story.now)
+
+
+def test_standing_requests_are_repeated_no_more_often_than_heartbeats() -> None:
+    story = Story()
+    story.feed(Tick())
+    story.scheduler(welcome(heartbeat_s=20.0))  # of a fleet of ten thousand
+    story.feed(CopyOpened(policy=POLICY, version=0, digest="d0"))
+    for _ in range(4):  # something is heard, so that the link is not made anew
+        story.scheduler(HostedPolicies(policies=(POLICY,)))
+        assert asked(story.wait(4.9)) == []
+    assert len(asked(story.wait(0.5))) == 1
+    story.scheduler(welcome(heartbeat_s=2.0))
+    story.wait(20.0)
+    assert len(asked(story.wait(10.0))) == 2

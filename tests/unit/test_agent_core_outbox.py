@@ -8,6 +8,7 @@ from agent_story import (
     one,
     said,
     summary,
+    welcome,
 )
 
 from edge_agent.core.effects import (
@@ -24,7 +25,9 @@ from edge_agent.core.events import (
     SendFailed,
     Tick,
 )
+from transport.envelope import BULK_FRAME_BYTES, KIND_OF
 from transport.messages import (
+    KNOWN_KINDS,
     AttemptFailed,
     BodyRef,
     ChunkRequest,
@@ -167,3 +170,43 @@ def test_a_new_link_gets_every_offer_again_and_a_refused_one_a_little_later() ->
     )
     assert story.feed(SendFailed(plane=Plane.TRAJECTORIES, message=message)) == []
     assert one(OfferBodies, story.wait(0.2)).summaries == (big(1),)
+
+
+# ---- a log of an older build -----------------------------------------------------------------
+
+OLDER = bytes(sorted(set(KNOWN_KINDS) - {KIND_OF[TrajectoryOffer]}))
+
+
+def older(kinds: bytes = OLDER, spooled: tuple[GroupSummary, ...] = ()) -> Story:
+    story = Story(spooled=spooled).up()
+    story.scheduler(welcome(kinds=kinds), offer(1))
+    return story
+
+
+@pytest.mark.parametrize("kinds", [b"", KNOWN_KINDS])
+def test_a_log_that_knows_offers_or_does_not_say_gets_them(kinds: bytes) -> None:
+    effects = older(kinds).spool(offer(1), BULK_FRAME_BYTES + 1)
+    assert one(OfferBodies, effects).summaries == (big(1, BULK_FRAME_BYTES + 1),)
+
+
+def test_a_log_too_old_for_offers_gets_bodies_whole() -> None:
+    effects = older().spool(offer(1), BULK_FRAME_BYTES)
+    assert one(ToTrajectoryLog, effects).summary == big(1, BULK_FRAME_BYTES)
+    assert not of(OfferBodies, effects)
+
+
+@pytest.mark.parametrize("first", ["spooled", "welcome"])
+def test_what_a_log_too_old_for_offers_cannot_take_fails_and_fills_no_spool(first: str) -> None:
+    """Said at once, with a remedy, instead of being offered for ever."""
+    huge = big(1, BULK_FRAME_BYTES + 1)
+    if first == "spooled":
+        story = Story(spooled=(huge,)).up()
+        effects = story.scheduler(welcome(kinds=OLDER))
+    else:
+        story = older()
+        effects = story.spool(offer(1), huge.size_bytes)
+    assert one(DropSpooled, effects).digest == huge.digest
+    [failed] = said(AttemptFailed, effects)
+    assert failed.code == "upload.too_large"
+    assert "upgrade the scheduler's host" in failed.detail
+    assert story.core.status().spooled == 0

@@ -36,8 +36,8 @@ def box(tmp_path: Path) -> Path:
     return tmp_path / "box"
 
 
-def install(box: Path, **settings: object) -> tuple[list[str], bool]:
-    place = Place(box.parent / "units", False, True, "")
+def install(box: Path, *, image: bool = False, **settings: object) -> tuple[list[str], bool]:
+    place = Place(box.parent / "units", False, True, "", image)
     return install_agent(
         place, "farflow-agent", token_file=None, folder=box, name="", settings=settings
     )
@@ -63,6 +63,21 @@ def test_nothing_is_installed_where_the_doctor_cannot_be_asked(
     assert lines[-1] == "not started"
     assert not (box.parent / "units").exists()
     assert (box / "agent.toml").exists()  # the command can be given again
+
+
+def test_a_unit_for_an_image_is_written_whatever_the_doctor_finds_here(
+    box: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "wrong    gpu               no nvidia-smi here, or it hangs\n"
+    done = subprocess.CompletedProcess(["farflow"], 1, said, "")
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: done)
+    lines, healthy = install(box, engine="fake")
+    assert (healthy, lines[-1], (box.parent / "units").exists()) == (False, "not started", False)
+    lines, written = install(box, image=True)
+    assert written
+    assert said.strip() in lines
+    assert any(line.startswith("warning: something is wrong on this machine") for line in lines)
+    assert (box.parent / "units" / "farflow-agent.service").exists()
 
 
 def test_a_box_without_an_enrolment_wants_a_token(tmp_path: Path) -> None:

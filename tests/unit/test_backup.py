@@ -1,5 +1,6 @@
 """Backup of a scheduler's rows while they are written, and what a restored folder begins with."""
 
+import hashlib
 import io
 import json
 import sqlite3
@@ -12,11 +13,16 @@ import pytest
 from click.testing import CliRunner
 
 from scheduler.backup import TERMS_AHEAD, back_up, read_tables, restore
+from scheduler.backup_keys import KEYS
 from scheduler.cli import scheduler_group
 from scheduler.core.state import Spend, Version
+from scheduler.gateway.access import HttpRole, create_token, revoke_token, token_names
 from scheduler.store import FILE_NAME, SchedulerStore
+from scheduler.tokens import TokenStore, revoke_key
+from transport.authorized import read_authorized
 from transport.errors import ChecksumMismatch, ConfigError, StoreError
 from transport.keys import create_keys
+from transport.messages import Role
 
 encode = msgspec.msgpack.encode
 
@@ -134,12 +140,12 @@ def test_keys_come_back_where_they_are_missing(folder: Path, tmp_path: Path) -> 
     (keys / "signing" / "root.toml").unlink()
     (keys / "operator.toml").write_text("mine")
     done = restore(tmp_path / "b", tmp_path / "new", keys=keys)
-    assert done.keys_written == 1
+    assert done.keys.written == 1
     assert (keys / "signing" / "root.toml").read_bytes() == root
     assert (keys / "signing" / "root.toml").stat().st_mode & 0o777 == 0o600
     assert (keys / "operator.toml").read_text() == "mine"
     done = restore(tmp_path / "b", tmp_path / "newer", keys=tmp_path / "other")
-    assert done.keys_written == found.keys
+    assert done.keys.written == found.keys
 
 
 def test_a_key_file_with_two_names_comes_back_under_both(folder: Path, tmp_path: Path) -> None:
@@ -148,9 +154,73 @@ def test_a_key_file_with_two_names_comes_back_under_both(folder: Path, tmp_path:
     (keys / "again.toml").hardlink_to(keys / "operator.toml")
     found = back_up(folder, tmp_path / "b", wall_s=5.0, keys=keys)
     done = restore(tmp_path / "b", tmp_path / "new", keys=tmp_path / "other")
-    assert done.keys_written == found.keys
+    assert done.keys.written == found.keys
     for name in ("again.toml", "operator.toml"):
         assert (tmp_path / "other" / name).read_bytes() == (keys / "operator.toml").read_bytes()
+
+
+def test_restoring_lets_nobody_in_who_was_taken_out_since(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    create_keys(keys, agents=["box1", "box2"], trainers=["a/b"])
+    for name, role in (("ada", HttpRole.OPERATOR), ("jobs", HttpRole.SUBMITTER)):
+        create_token(keys, name, role)
+    made = TokenStore(keys)
+    token, _ = made.create(role=Role.AGENT, max_uses=1, lifetime_s=9e9, wall_s=1.0)
+    (keys / "server.next.public.toml").write_text("x")  # a change of the key, abandoned later
+    back_up(folder, tmp_path / "b", wall_s=5.0, keys=keys)
+    revoke_key(keys, "box1")
+    (keys / "authorized" / "box2.toml").unlink()
+    revoke_token(keys, "ada")
+    revoke_token(keys, "jobs")
+    for gone in (
+        f"tokens/{token.id}.json",
+        "signers/trainer-a-b.toml",
+        "certificates/trainer-a-b.toml",
+        "server.next.public.toml",
+        "operator.toml",
+    ):
+        (keys / gone).unlink()
+    before = {path for path in keys.rglob("*") if path.is_file()}
+    done = restore(tmp_path / "b", tmp_path / "new", keys=keys)
+    assert {path for path in keys.rglob("*") if path.is_file()} - before == {keys / "operator.toml"}
+    assert set(done.keys.revoked) == {
+        "authorized/box1.toml", "authorized/http-jobs.toml", "http-jobs.toml"
+    }  # fmt: skip
+    assert set(done.keys.kept_out) == {
+        "authorized/box2.toml",
+        "http/ada.toml",
+        "http/jobs.toml",
+        f"tokens/{token.id}.json",
+        "signers/trainer-a-b.toml",
+        "certificates/trainer-a-b.toml",
+        "server.next.public.toml",
+    }
+    wanted = ["http/ada.toml", "authorized/box1.toml"]
+    done = restore(tmp_path / "b", tmp_path / "newer", keys=keys, readmit=wanted)
+    assert done.keys.written == 1
+    assert token_names(keys) == ["ada"]
+    assert not (keys / "authorized" / "box1.toml").exists()  # a revoked key never comes back
+    with pytest.raises(ConfigError, match=r"--readmit http/bob.toml: the backup has no such key"):
+        restore(tmp_path / "b", tmp_path / "newest", keys=keys, readmit=["http/bob.toml"])
+    assert not (tmp_path / "newest" / FILE_NAME).exists()
+
+
+def test_revocations_of_both_sides_count_under_whatever_name(folder: Path, tmp_path: Path) -> None:
+    keys, other = tmp_path / "keys", tmp_path / "other"
+    create_keys(keys, agents=["box1"])
+    revoke_key(keys, "box1")
+    back_up(folder, tmp_path / "b", wall_s=5.0, keys=keys)
+    create_keys(other, agents=["box1"])
+    revoke_key(other, "box1")  # another key of the same name
+    for new in ("one", "two"):
+        restore(tmp_path / "b", tmp_path / new, keys=other)
+        revoked, _ = read_authorized(other / "revoked", any_file_name=True)
+        assert len({one.public_key for one in revoked}) == len(revoked) == 2
+    # A backup that was made while a key was being revoked has it in both folders.
+    public = (keys / "revoked" / "box1.toml").read_bytes()
+    both = rewritten(tmp_path / "b", tmp_path / "both", **{f"{KEYS}/authorized/box1.toml": public})
+    done = restore(both, tmp_path / "three", keys=tmp_path / "empty")
+    assert set(done.keys.revoked) == {"box1.toml", "authorized/box1.toml"}
 
 
 def rewritten(source: Path, target: Path, **changes: bytes | None) -> Path:
@@ -206,7 +276,7 @@ def test_no_member_of_a_backup_leaves_the_folder_of_keys(folder: Path, tmp_path:
         **{"keys/../../out.toml": b"x", "/keys/abs.toml": b"x", "other/k.toml": b"x", "keys": b"x"},
     )
     done = restore(bad, tmp_path / "deep" / "new", keys=tmp_path / "deep" / "keys")
-    assert done.keys_written == 0
+    assert done.keys.written == 0
     assert not list(tmp_path.rglob("*out.toml"))
 
 
@@ -217,6 +287,50 @@ def test_a_row_that_does_not_decode_is_not_backed_up(folder: Path, tmp_path: Pat
     with pytest.raises(StoreError, match="does not decode"):
         back_up(folder, tmp_path / "b", wall_s=5.0)
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("DELETE FROM meta", "says no term"),
+        ("UPDATE meta SET term = 77", "its list says term 1"),
+        ("PRAGMA user_version = 1", "schema 1, and its list says"),
+        ("PRAGMA user_version = 0", "says no term"),
+        ("PRAGMA user_version = 99", "schema 99, and its list says"),
+        ("DROP TABLE meta", "no such table"),
+    ],
+)
+def test_rows_that_are_not_what_the_list_says_replace_nothing(
+    folder: Path, tmp_path: Path, sql: str, said: str
+) -> None:
+    back_up(folder, tmp_path / "b", wall_s=5.0)
+    with tarfile.open(tmp_path / "b") as tar:
+        listed = json.loads(tar.extractfile("backup.json").read())
+        (tmp_path / "rows").write_bytes(tar.extractfile(FILE_NAME).read())
+    with sqlite3.connect(tmp_path / "rows") as connection:
+        connection.execute(sql)
+    connection.close()
+    rows = (tmp_path / "rows").read_bytes()
+    listed["sha256"] = hashlib.sha256(rows).hexdigest()
+    bad = rewritten(
+        tmp_path / "b",
+        tmp_path / "bad",
+        **{FILE_NAME: rows, "backup.json": json.dumps(listed).encode()},
+    )
+    with pytest.raises(StoreError, match=said):
+        restore(bad, folder, replace=True)
+    assert tokens(folder) == {7}
+    assert not list(folder.glob("before-restore-*"))
+    # Nor is such a file backed up, or started with.
+    (tmp_path / "sick").mkdir(mode=0o700)
+    (tmp_path / "sick" / FILE_NAME).write_bytes(rows)
+    if "term = 77" not in sql and "= 1" not in sql:
+        with pytest.raises(StoreError):
+            back_up(tmp_path / "sick", tmp_path / "c", wall_s=5.0)
+    if sql == "DELETE FROM meta":
+        with pytest.raises(StoreError, match="says no term"):
+            SchedulerStore.open(tmp_path / "sick")
+        restore(tmp_path / "b", tmp_path / "sick", replace=True)  # a sick file may be replaced
 
 
 def test_the_commands(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

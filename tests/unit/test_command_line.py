@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -14,9 +14,10 @@ from status_views import status
 
 from farflow import connect
 from farflow.cli import cli
-from farflow.connect import names_of, with_operator
+from farflow.connect import names_of, with_client, with_operator
 from farflow.lazy import did_you_mean
 from scheduler.operator import RequestRefused
+from transport.errors import ConfigError
 from transport.keys import create_keys
 
 TEXT_ONLY = {
@@ -127,6 +128,15 @@ def test_a_subject_that_is_not_known_is_answered_with_what_is_like_it(
     assert connect.names_of(status())
 
 
+@pytest.mark.parametrize(("ask", "role"), [(with_client, "submitter"), (with_operator, "operator")])
+def test_a_key_that_is_not_there_comes_with_how_to_make_it(
+    tmp_path: Path, ask: Callable[..., object], role: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{role} key .*no such file") as caught:
+        ask((), (f"transport.keys={tmp_path}",), None, None)
+    assert f"farflow keys add {role} --role {role}" in str(caught.value)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_ask_the_command_that_is_installed(shell: str) -> None:
     result = CliRunner().invoke(cli, ["completion", shell])
@@ -158,6 +168,10 @@ def test_answers_are_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (filed,) = told("token", "create", "--out", "file.token")
     assert (filed["file"], "token" in filed) == ("file.token", False)
     assert filed["install"] == ["farflow agent install --token-file file.token"]
+    plain = CliRunner().invoke(cli, ["token", "create", "--out", "gpu.token"])
+    line = "farflow agent install --token-file gpu.token"
+    assert f"on the box: {line}\n" in plain.stderr
+    assert f"on one with a GPU: {line} --engine vllm --device cuda --slots 0\n" in plain.stderr
     http = ("http.enabled=true", "http.port=7780", "http.wheel=dist/farflow-1.whl")
     wheel = [part for setting in http for part in ("--set", setting)]
     wheel += ["--host", "::1"]

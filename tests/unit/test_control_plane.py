@@ -14,6 +14,8 @@ from scripted_hub import ScriptedHub
 from scheduler.alerts import DISK_FREE_BYTES, MAX_CLOCKS, Alerts
 from scheduler.control_plane import ControlPlane, fitting
 from scheduler.operator import Operator
+from scheduler.segment_damage import DamageBook
+from scheduler.segment_records import Gap
 from transport.keys import Peer
 from transport.memory_links import MemoryNetwork
 from transport.messages import (
@@ -191,6 +193,20 @@ async def test_a_disk_and_a_log_that_are_nearly_full_are_alerts(
     await asyncio.gather(looking, return_exceptions=True)
     assert [code for code, _, _ in watched.codes()] == ["disk.low", "trajectories.full"]
     assert watched.alerts.counters()["disk.free_mib"] == 1023
+
+
+def test_damaged_bodies_are_an_alert_until_nobody_needs_them(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    book = DamageBook(tmp_path / "bodies")
+    book.note(3, Gap(100, 350, "no head of a record"))
+    book.write()
+    watched.alerts._disk = watched.alerts._look()
+    [alert] = watched.alerts.standing(())
+    assert (alert.code, alert.subject) == ("trajectories.damaged", "trajectory-log")
+    assert "segment-00000003.log bytes 100 to 350 (250 bytes)" in alert.message
+    book.removed(3)
+    watched.alerts._disk = watched.alerts._look()
+    assert watched.codes() == []
 
 
 def test_a_status_carries_the_daemons_counters_and_alerts(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from edge_agent.config import AgentConfig
 from farflow.cli import cli
 from scheduler.autoscaler import Autoscaler, AutoscalerTable
 from scheduler.config import SchedulerConfig
+from transport.errors import ConfigError
 from transport.runtime.clock import SystemClock
 from transport.runtime.config import load_config
 from transport.status import DemandStatus
@@ -24,6 +25,7 @@ PROMISED = {
     "arithmetic-vllm.toml",  # vLLM on one agent
     "three-hosts/run.toml",
     "spot-pool/agent.toml",
+    "gpu-boxes/run.toml",  # a real model with vLLM
     "solve_and_verify.toml",  # two policies
     "programs/second_try.toml",  # an agent of one's own
     "own-model/own.toml",
@@ -38,7 +40,26 @@ def test_the_examples_that_the_page_promises_are_here() -> None:
         assert f"`examples/{top}" in page, name
 
 
-@pytest.mark.parametrize("name", FILES)
+DOWNLOADED = {"gpu-boxes/run.toml": "qwen3-0.6b"}
+"""Files whose model is not in the tree, and the folder beside them that it is downloaded to."""
+
+
+@pytest.mark.parametrize("name", sorted(DOWNLOADED))
+def test_a_file_whose_model_is_downloaded_is_accepted_with_a_model(
+    name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text((FOLDER / name).read_text(encoding="utf-8"), encoding="utf-8")
+    model = tmp_path / DOWNLOADED[name]
+    missing = CliRunner().invoke(cli, ["config", "check", str(file)]).exception
+    assert isinstance(missing, ConfigError)
+    assert str(model) in str(missing)
+    model.symlink_to(FOLDER / "models" / "arithmetic-1m", target_is_directory=True)
+    result = CliRunner().invoke(cli, ["config", "check", str(file)])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("name", sorted({*FILES} - {*DOWNLOADED}))
 def test_every_file_is_accepted_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str((FOLDER / name).parent))
     result = CliRunner().invoke(cli, ["config", "check", str(FOLDER / name)])

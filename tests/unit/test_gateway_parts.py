@@ -12,6 +12,8 @@ from farflow.up import dashboard_line
 from farflow.up_config import up_config
 from scheduler.config import HttpTable
 from scheduler.gateway import audit as audit_module
+from scheduler.gateway import feed as feed_module
+from scheduler.gateway import habits
 from scheduler.gateway.audit import Asked, Audit
 from scheduler.gateway.feed import RING, Feed
 from scheduler.gateway.openapi import path_pattern
@@ -96,6 +98,41 @@ async def test_the_status_is_shared_and_numbered_by_what_changed():
     assert (await feed.status()).number == first[0].number + 1
     await asyncio.sleep(0)
     assert feed.trouble is None
+
+
+@pytest.mark.asyncio
+async def test_who_comes_regularly_finds_a_status_that_is_there(monkeypatch):
+    monkeypatch.setattr(feed_module, "LEAD_S", 1.49)  # so that it is asked for at once
+    scheduler, clock = Scheduler(), ManualClock()
+    feed = Feed(scheduler, scheduler, clock)
+    asked = []
+    for visit in range(4):
+        before = scheduler.asked
+        snapshot = await feed.status()
+        asked.append(scheduler.asked - before)
+        assert clock.monotonic_s() - snapshot.taken_s < feed_module.STATUS_S
+        feed.expect("prometheus")
+        clock.advance(1.4)
+        if visit:
+            await until(lambda: feed.snapshot.taken_s == clock.monotonic_s())
+        clock.advance(0.1)
+    assert asked == [1, 1, 0, 0]  # two visits show the habit
+    assert scheduler.asked == 5  # one a visit, as before, and one for a visit to come
+    feed.expect("prometheus")
+    await feed.close()
+    await asyncio.sleep(0.05)
+    assert scheduler.asked == 5
+
+
+def test_habits_are_of_those_who_come_often_enough():
+    found = habits.Habits()
+    assert [found.came("a", at_s) for at_s in (0.0, 15.0, 30.5)] == [None, 15.0, 15.5]
+    assert found.came("b", 31.0) is None
+    assert found.came("b", 31.1) is None  # twice at once is no habit
+    assert found.came("a", 30.5 + habits.LONGEST_S + 1) is None
+    for number in range(habits.MOST):
+        found.came(f"c{number}", 1000.0)
+    assert found.came("a", 1001.0) is None  # forgotten
 
 
 @pytest.mark.asyncio
@@ -185,6 +222,27 @@ async def test_a_line_that_a_full_disk_cut_short_does_not_spoil_the_next(tmp_pat
         audit.close()
     lines = (tmp_path / audit_module.FILE_NAME).read_text().splitlines()
     assert [json.loads(line)["what"] for line in lines] == ["begun", "ended"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "torn", [b'{"token":"ada","ro', b"\0" * 500, b'{"token":"a' + b"\0" * 4000, b"{" * 100_000]
+)
+@pytest.mark.parametrize("before", [0, 3])
+async def test_a_line_that_power_loss_tore_does_not_spoil_the_next(tmp_path, torn, before):
+    record = tmp_path / audit_module.FILE_NAME
+    for life in (1, 2):
+        audit = Audit(tmp_path, life, ManualClock())
+        try:
+            for _ in range(before if life == 1 else 2):
+                await audit.refused(ASKED, 403, "http.forbidden")
+        finally:
+            audit.close()
+        if life == 1:
+            with record.open("ab") as file:
+                file.write(torn)
+    lines = record.read_bytes().splitlines()
+    assert [json.loads(line)["life"] for line in lines] == [1] * before + [2, 2]
 
 
 def test_paths_match_names_and_nothing_else():

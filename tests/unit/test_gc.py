@@ -1,7 +1,9 @@
 """``farflow gc``: what goes and what stays, and that nothing goes without ``--apply``."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,12 +99,57 @@ def test_apply_removes_what_is_not_in_use(disk: Path) -> None:
 
 
 def test_what_cannot_be_removed_is_said(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, **_: object) -> None:
         raise PermissionError(13, "not yours", str(path))
 
     monkeypatch.setattr("shutil.rmtree", refuse)
     rows = run("--apply", exit_status=1)
     assert "not removed" in str(rows["runs/first-0001"]["reason"])
+
+
+def test_nothing_outside_of_the_folders_is_removed(disk: Path) -> None:
+    state, away = disk / "scheduler", disk / "away"
+    away.mkdir()
+    for name in ("runs", "events", "trajectory-log", "logs"):
+        (state / name).rename(away / name)
+        (state / name).symlink_to(away / name)
+    before = set(away.rglob("*"))
+    rows = run("--apply")
+    assert set(away.rglob("*")) == before
+    assert rows["scheduler/logs"]["reason"] == "a symbolic link, which is not followed"
+    for name in ("runs", "events", "trajectory-log", "logs"):
+        (state / name).unlink()
+        (away / name).rename(state / name)
+    old(away / "elsewhere.log")
+    old(away / "run" / "metrics.jsonl", '{"type": "end"}\n')
+    (state / "logs" / "linked.log").symlink_to(away / "elsewhere.log")
+    (state / "runs" / "linked").symlink_to(away / "run")
+    (state / "trajectory-log" / "turns").rename(away / "turns")
+    (state / "trajectory-log" / "turns").symlink_to(away / "turns")
+    before = set(away.rglob("*"))
+    run("--apply")
+    assert set(away.rglob("*")) == before
+    assert (state / "logs" / "linked.log").is_symlink()
+
+
+def test_a_folder_that_becomes_a_link_after_we_looked_is_not_followed(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, away = disk / "scheduler", disk / "away"
+    away.mkdir()
+    old(away / "weight-store.log")
+
+    @contextlib.contextmanager
+    def swapped(_: Path) -> Iterator[None]:
+        if not (state / "logs").is_symlink():
+            (state / "logs").rename(disk / "aside")
+            (state / "logs").symlink_to(away)
+        yield
+
+    monkeypatch.setattr("transport.runtime.files.lock_folder", swapped)
+    rows = run("--apply", exit_status=1)
+    assert (away / "weight-store.log").exists()
+    assert "not removed" in str(rows["scheduler/logs/weight-store.log"]["reason"])
 
 
 def test_the_file_says_how_long(disk: Path) -> None:

@@ -1,11 +1,13 @@
 """Tokens of the HTTP interface: the commands, the files, how often they may ask."""
 
 import json
+import os
 
 import pytest
 from click.testing import CliRunner
 
 from farflow.cli import cli
+from scheduler.gateway import access
 from scheduler.gateway.access import (
     HttpRole,
     Rates,
@@ -14,7 +16,9 @@ from scheduler.gateway.access import (
     first_token,
     revoke_token,
     submitter_key,
+    token_names,
 )
+from scheduler.tokens import TokenStore
 from transport.authorized import read_authorized
 from transport.errors import ConfigError
 from transport.keys import KeyPair, create_keys
@@ -58,7 +62,7 @@ def test_commands_make_list_and_revoke(keys, tmp_path):
     book.refresh()
     assert not book.valid(ada)
     assert book.lookup(secret) is None
-    assert run(keys, "ls").stdout == "wall\tviewer\n"
+    assert run(keys, "ls").stdout == "name\trole\nwall\tviewer\n"
 
 
 def test_wrong_use_is_refused_with_a_remedy(keys, tmp_path):
@@ -101,6 +105,67 @@ def test_the_first_token_is_made_once_and_not_again_after_it_was_revoked(keys, t
     assert not first_token(keys, folder)
     revoke_token(keys, "local")
     assert not first_token(keys, folder)
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_first_start_that_is_cut_off_is_begun_anew(keys, tmp_path, monkeypatch, step):
+    """Power is lost after so many of the calls that change the disk."""
+    folder, left = tmp_path / "gateway", [step]
+
+    class PowerLost(BaseException):
+        pass
+
+    def cut(call):
+        def called(*args, **more):
+            if not left[0]:
+                raise PowerLost
+            left[0] -= 1
+            return call(*args, **more)
+
+        return called
+
+    with monkeypatch.context() as patch:
+        for name in ("private_dir", "atomic_write", "make_folder", "fsync_dir"):
+            patch.setattr(access, name, cut(getattr(access, name)))
+        patch.setattr(os, "rename", cut(os.rename))
+        with pytest.raises(PowerLost):
+            first_token(keys, folder)
+    first_token(keys, folder)
+    book = TokenBook(keys)
+    book.refresh()
+    assert book.lookup((folder / "local-token").read_text().strip()).name == "local"
+    assert book.names() == {"local"}
+
+
+def test_somebody_who_made_a_token_before_the_first_start_keeps_it(keys, tmp_path, monkeypatch):
+    rename = os.rename
+
+    def meanwhile(*paths):
+        create_token(keys, "ada", HttpRole.VIEWER)
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", meanwhile)
+    assert not first_token(keys, tmp_path / "gateway")
+    assert token_names(keys) == ["ada"]
+    assert not (tmp_path / "gateway" / "local-token").exists()
+
+
+def test_of_a_token_that_counts_the_secret_is_written(keys, tmp_path):
+    for command in (["http", "create", "ada", "--role", "viewer"], ["create", "--host", "h"]):
+        for out in (tmp_path / "no" / "folder", keys):  # keys: a folder
+            made = CliRunner().invoke(
+                cli, ["token", *command, "--set", f"transport.keys={keys}", "--out", str(out)]
+            )
+            assert made.exit_code != 0
+    bad_host = ["token", "create", "--host", ' "', "--set", f"transport.keys={keys}"]
+    assert isinstance(CliRunner().invoke(cli, bad_host).exception, ConfigError)
+    assert token_names(keys) == []
+    assert TokenStore(keys).all() == []
+    (keys / "http" / "ada.toml").mkdir()  # the token cannot be written: then nor is its secret
+    out = tmp_path / "ada.token"
+    with pytest.raises(ConfigError):
+        create_token(keys, "ada", HttpRole.VIEWER, out)
+    assert not out.exists()
 
 
 def test_a_file_that_others_can_read_does_not_count(keys):

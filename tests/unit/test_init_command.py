@@ -2,7 +2,9 @@
 
 import json
 import re
+import shlex
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -15,7 +17,7 @@ from farflow.cli import cli
 from farflow.deployment import DeploymentConfig
 from farflow.init_command import deployment_text
 from transport.relay_config import RelayConfig
-from transport.runtime.config import convert
+from transport.runtime.config import convert, load_config
 from transport.runtime.config_text import commented_toml, toml_value
 
 
@@ -36,6 +38,25 @@ def test_init_writes_a_file_that_passes_the_check_and_keys(tmp_path: Path) -> No
         assert (folder / "keys" / f"{name}.toml").stat().st_mode & 0o777 == 0o600
     assert "token create" in said
     assert "--host 203.0.113.5" in said
+    assert "farflow trainer run --set transport.host=203.0.113.5" in said
+    assert "--set trainer.key=keys/trainer-first-solver.toml" in said
+    for name in ("server.public", "trainer-first-solver", "signing/trainer-first-solver"):
+        assert f"{folder / 'keys' / name}.toml" in said  # what to bring to its host
+
+
+def test_init_says_how_a_trainer_starts_here_and_how_one_gets_keys(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    assert f"farflow init {folder} --trainer RUN/POLICY" in run("init", str(folder))
+    said = run("init", str(folder), "--trainer", "first/solver")
+    [line] = [line.strip() for line in said.splitlines() if "trainer run" in line]
+    argv = shlex.split(line, comments=True)[3:]
+    files = [Path(value) for flag, value in pairwise(argv) if flag == "--config"]
+    overrides = [value for flag, value in pairwise(argv) if flag == "--set"]
+    config = load_config(TrainerConfig, files, overrides, environ={}).value
+    assert config.trainer.policy == "first/solver"
+    for path in (config.trainer.key, config.trainer.signing_key):
+        assert Path(path).is_file()
+    assert (Path(config.transport.keys) / "server.public.toml").is_file()
 
 
 def test_init_again_adds_keys_and_replaces_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler.gateway.metrics import BridgeCounts, render
+from scheduler.gateway.metrics import BridgeCounts, HttpCounts, render
 from transport.status import (
     AccountingRow,
     AgentStatus,
@@ -179,7 +179,8 @@ def test_a_page_has_each_metric_once_and_no_empty_or_foreign_one():
 
 def test_every_metric_of_the_table_is_given():
     bridge = BridgeCounts(connected=True, commands=Counter(ok=1))
-    given = {key[0] for key in read(render(_full(), bridge))}
+    http = HttpCounts(connections=1, refused={"http.busy": 2}, status_age_s=0.5)
+    given = {key[0] for key in read(render(_full(), bridge, http))}
     assert given == {metric.name for metric in METRICS["scheduler"]}
 
 

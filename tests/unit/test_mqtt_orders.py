@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.gateway import mqtt_orders
+from scheduler.gateway import mqtt_given, mqtt_orders
 from scheduler.gateway.access import HttpRole, TokenBook, create_token
 from scheduler.gateway.audit import Audit
 from scheduler.gateway.calls import Line
+from scheduler.gateway.mqtt_given import FILE_NAME, GivenCommands
 from scheduler.gateway.mqtt_orders import MqttOrders
 from transport.mqtt_topics import Reply, command_topic, signed_command
 from transport.runtime.clock import ManualClock
@@ -41,17 +42,28 @@ class Box:
             "ops": create_token(keys, "ops", HttpRole.OPERATOR),
             "look": create_token(keys, "look", HttpRole.VIEWER),
         }
-        book = TokenBook(keys)
-        book.refresh()
+        self.folder, self.wall_s = folder / "gateway", 1000.0
+        self.folder.mkdir()
+        self.book = TokenBook(keys)
+        self.book.refresh()
         self.operator = Operator()
+        self.begin()
+
+    def begin(self) -> None:
+        """A life of the gateway."""
         self.audit = Audit(self.record, 1, ManualClock())
         line = Line(self.operator, 4)  # type: ignore[arg-type]  # all that is asked of one
-        self.orders = MqttOrders(line, book, self.audit, "broker", lambda: 1000.0)
+        kept = GivenCommands(self.folder)
+        self.orders = MqttOrders(line, self.book, self.audit, kept, "broker", lambda: self.wall_s)
 
-    async def obey(self, token: str, id: str) -> Reply:
-        payload = signed_command(
-            TOPIC, id=id, expires=1060.0, token=token, secret=self.secrets[token], reason=""
-        )
+    async def again(self) -> None:
+        """The gateway is started anew."""
+        await self.close()
+        self.begin()
+
+    async def obey(self, token: str, id: str, expires: float = 1060.0, secret: str = "") -> Reply:
+        secret = secret or self.secrets[token]
+        payload = signed_command(TOPIC, id=id, expires=expires, token=token, secret=secret)
         return await self.orders.obey(TOPIC, "a", "cordon", payload, retained=False)
 
     async def close(self) -> None:
@@ -79,5 +91,75 @@ async def test_who_may_not_command_cannot_keep_those_who_may_from_it(tmp_path, m
         assert [(await box.obey("ops", f"o{number}")).ok for number in range(5)] == [True] * 4 + [
             False
         ]
+    finally:
+        await box.close()
+
+
+async def test_a_command_counts_once_also_over_restarts(tmp_path, monkeypatch):
+    monkeypatch.setattr(mqtt_given, "COMPACT_LINES", 3)
+    box = Box(tmp_path)
+    try:
+        for number in range(5):  # more than are added before the file is written anew
+            assert (await box.obey("ops", f"{number}")).ok
+        for _ in range(2):
+            await box.again()
+            codes = {(await box.obey("ops", f"{number}")).code for number in range(5)}
+            assert (codes, box.operator.orders) == ({"mqtt.repeated"}, 5)
+        assert (await box.obey("ops", "new")).ok
+        record = box.folder / FILE_NAME
+        whole = record.read_bytes()
+        record.write_bytes(whole[:-9])  # power loss: it was not on the disk, so not carried out
+        await box.again()
+        assert (await box.obey("ops", "newer")).ok
+        await box.again()
+        assert (await box.obey("ops", "newer")).code == "mqtt.repeated"
+        assert (await box.obey("ops", "4")).code == "mqtt.repeated"
+        box.wall_s = 1061.0
+        await box.again()
+        assert record.read_bytes() == b""  # what has expired is refused for that
+        assert (await box.obey("ops", "4")).code == "mqtt.expired"
+    finally:
+        await box.close()
+
+
+async def test_nothing_is_carried_out_where_what_was_is_not_known(tmp_path):
+    box = Box(tmp_path)
+    try:
+        assert (await box.obey("ops", "one")).ok
+        (box.folder / FILE_NAME).unlink()
+        assert (await box.obey("ops", "two")).code == "store"  # nor where it cannot be kept
+        (box.folder / FILE_NAME).mkdir()
+        await box.again()
+        refused = await box.obey("ops", "one")
+        assert (refused.code, box.operator.orders) == ("store", 1)
+    finally:
+        await box.close()
+
+
+async def test_earlier_lives_count_towards_what_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(mqtt_orders, "MAX_REMEMBERED", 4)
+    box = Box(tmp_path)
+    try:
+        for number in range(3):
+            assert (await box.obey("ops", f"{number}")).ok
+        await box.again()
+        codes = [(await box.obey("ops", f"n{number}")).code for number in range(2)]
+        assert codes == ["", "mqtt.busy"]
+        box.wall_s = 1061.0
+        assert (await box.obey("ops", "later", expires=1100.0)).ok
+    finally:
+        await box.close()
+
+
+async def test_a_stranger_is_not_told_which_tokens_there_are(tmp_path):
+    box = Box(tmp_path)
+    try:
+        for expires in (1060.0, 999.0, 5000.0):
+            there, not_there = [
+                await box.obey(name, "x", expires, "guess") for name in ("ops", "nobody")
+            ]
+            assert there == not_there
+            assert there.code == "mqtt.bad_signature"
+        assert box.operator.orders == 0
     finally:
         await box.close()

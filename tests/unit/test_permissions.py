@@ -2,8 +2,17 @@
 
 import pytest
 
-from transport.messages import KINDS, Message, Plane, Role
-from transport.permissions import HUB_ROLE, PERMISSIONS, may_send, may_send_at_relay
+from transport.envelope import KIND_OF
+from transport.messages import (
+    KINDS,
+    KNOWN_KINDS,
+    Message,
+    PartialPut,
+    Plane,
+    Role,
+    RunSubmit,
+)
+from transport.permissions import HUB_ROLE, PERMISSIONS, may_send, may_send_at_relay, unknown_to
 
 C, T, W = Plane.CONTROL, Plane.TRAJECTORIES, Plane.WEIGHTS
 AGENT, TRAINER, SERVICE = Role.AGENT, Role.TRAINER, Role.SERVICE
@@ -133,3 +142,10 @@ def test_nobody_but_its_own_hub_role_speaks_for_the_scheduler():
     }
     assert all((OPERATOR, plane) not in PERMISSIONS for plane in (T, W))
     assert all((VIEWER, plane) not in PERMISSIONS for plane in (T, W))
+
+
+def test_what_a_peer_does_not_know_is_named_by_its_kinds() -> None:
+    assert unknown_to(KNOWN_KINDS, AGENT) == []
+    assert unknown_to(b"", AGENT) == [], "it does not say"
+    partials = bytes(set(KNOWN_KINDS) - {KIND_OF[PartialPut], KIND_OF[RunSubmit]})
+    assert unknown_to(partials, AGENT) == ["PartialPut"]

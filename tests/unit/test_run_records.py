@@ -14,6 +14,7 @@ from scheduler.core.effects import RecordEvaluation, RecordStep, RunEnded
 from scheduler.metrics_file import MetricsFiles
 from transport.errors import ConfigError
 from transport.runtime.clock import ManualClock
+from transport.runtime.files import lock_folder
 from transport.status import EvaluationStatus
 
 
@@ -135,4 +136,22 @@ def test_a_run_without_records_yet_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     for command in ("history", "compare"):
         result = CliRunner().invoke(cli, ["run", command, str(tmp_path)])
-        assert result.exit_code == 0, result.output
+        assert (result.exit_code, result.stdout) == (0, "")
+        assert result.stderr == f"nothing is recorded yet in {tmp_path / 'metrics.jsonl'}\n"
+
+
+def test_a_run_of_up_that_was_interrupted_is_there_and_marked(tmp_path: Path) -> None:
+    ended, left = tmp_path / "first-0001", tmp_path / "first-0002"
+    copy = record(ended / "state" / "scheduler", "first", [0.1, 0.2])
+    (ended / "metrics.jsonl").write_bytes(copy.read_bytes())
+    inner = record(left / "state" / "scheduler", "first", [0.1], ended=False)
+    assert find_records([tmp_path]) == [ended / "metrics.jsonl", inner]
+    assert find_records([left]) == [inner]
+    rows = [
+        json.loads(line) for line in invoke("history", str(tmp_path), "--json").stdout.splitlines()
+    ]
+    assert [row["state"] for row in rows] == ["completed", "interrupted"]
+    shown = invoke("compare", str(ended), str(left)).stdout
+    assert "first-0002/solver" in shown
+    with lock_folder(left):  # still running
+        assert read_record(inner)[0].state == "open"

@@ -167,9 +167,11 @@ def test_life_numbers_grow_with_every_start_and_also_when_the_folder_was_lost(
     tmp_path: Path,
 ) -> None:
     numbers = [next_incarnation(tmp_path, 1000.0) for _ in range(3)]
-    assert numbers == [1000, 1001, 1002]
+    assert numbers == [1_000_000, 1_000_001, 1_000_002]
     (tmp_path / "incarnation").unlink()
-    assert next_incarnation(tmp_path, 1003.5) == 1003
+    assert next_incarnation(tmp_path, 1000.1) == 1_000_100  # a box that was wiped, the same second
+    (tmp_path / "incarnation").write_text("1764566700\n")  # seconds, of an older build
+    assert next_incarnation(tmp_path, 1764566700.5) == 1764566700500
     (tmp_path / "incarnation").write_text("many\n")
     with pytest.raises(StoreError, match="remove it"):
         next_incarnation(tmp_path, 1004.0)

@@ -5,7 +5,12 @@ import math
 import pytest
 
 from transport.errors import ConfigError
-from transport.runtime.units import parse_bytes, parse_duration_s, parse_rate_bits_per_s
+from transport.runtime.units import (
+    parse_bytes,
+    parse_duration_s,
+    parse_rate_bits_per_s,
+    ranges_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -98,3 +103,19 @@ def test_what_could_be_misread_is_refused_with_the_setting_named(
         parse(value, "links.paris.rtt")  # type: ignore[operator]
     assert says in str(refusal.value)
     assert len(str(refusal.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], "none"),
+        ([4], "4"),
+        ([4, 2, 1, 0], "0-2, 4"),
+        ([0, *range(224, 314)], "0, 224-313"),
+        (range(0, 16, 2), "0, 2, 4, 6, 8, 10, 12, 14"),
+        (range(0, 18, 2), "0, (2 between), 6, 8, 10, 12, 14, 16"),
+        (range(0, 2000, 2), "0, (993 between), 1988, 1990, 1992, 1994, 1996, 1998"),
+    ],
+)
+def test_many_numbers_are_few_ranges(numbers: list[int], text: str) -> None:
+    assert ranges_text(numbers) == text

@@ -214,6 +214,30 @@ def test_texts_and_sequences_that_are_held_are_bounded_too(monkeypatch):
     assert codes == ["", "quota.queued"]
 
 
+def test_one_submitter_cannot_have_all_the_room_for_texts(monkeypatch):
+    """As with jobs: alone it gets four fifths, and the next one of what is left. Also after a
+    restart, and jobs that are over give their room back."""
+    monkeypatch.setattr(external, "MAX_CHARACTERS", 1000)
+    scene = make_scene()
+    scene.commanded("pause")
+
+    def one(n: int, who: str = JUDGE) -> tuple[str, str]:
+        items = (Item(index=0, prompt="x" * 100, answer=""),)
+        job = make_job(f"{who}{n}", items=items)
+        [receipt] = scene.asked(JobSubmit(run="r", jobs=(job,)), who).receipts
+        return receipt.code, receipt.message
+
+    codes = [one(n)[0] for n in range(10)]
+    assert codes == [""] * 8 + ["quota.share"] * 2
+    scene.restart()
+    code, message = one(8)
+    assert (code, "texts" in message, "cancel" in message) == ("quota.share", True, True)
+    assert one(0, "other")[0] == ""
+    assert one(8)[0] == "quota.share"
+    cancelled(scene, f"{JUDGE}0")
+    assert [one(n)[0] for n in (8, 9)] == ["", "quota.share"]
+
+
 def test_a_job_expires_at_its_deadline_wherever_it_is(busy):
     submitted(busy, make_job("late", deadline_s=5.0))
     busy.wait(4.0)

@@ -1,5 +1,7 @@
 """What trainers find of recorded log-probabilities, and when it excludes an agent."""
 
+import msgspec
+import pytest
 from core_builders import SOLVER, Scene, make_run, make_scene
 
 from scheduler.core import honesty
@@ -246,3 +248,75 @@ def test_what_was_found_of_a_forgotten_agent_is_forgotten():
     assert "a" not in scene.core._ctx.policies[SOLVER].drifts
     scene.trainer_says(report(2, drift(later["a"][0], RIGHT)))
     assert "a" not in scene.core._ctx.policies[SOLVER].drifts
+
+
+# ---- groups that are behind ---------------------------------------------------------------------
+
+
+def behind(scene: Scene, count: int, first: int = 1, moved: float = 0.3, **own: float) -> None:
+    """Steps whose trainer finds the given means, all of ``a``'s groups being older ones."""
+    for step in range(first, first + count):
+        jobs = batch(scene, step)
+        fresh = [drift(job, own["b"]) for job in jobs["b"]] if "b" in own else []
+        old = [msgspec.structs.replace(drift(job, own["a"]), moved=moved) for job in jobs["a"]]
+        said = report(step, *fresh)
+        scene.trainer_says(msgspec.structs.replace(said, older=tuple(old)))
+        scene.version_stored(step)
+        for name in ("a", "b"):
+            scene.serving(step, name)
+
+
+def test_an_agent_that_is_always_behind_is_held_to_account():
+    scene = drift_scene()
+    behind(scene, 3, a=honesty.SLACK * 0.3 + WRONG, b=RIGHT)
+    status = scene.agent("a")
+    assert (status.state, status.quarantined) == ("quarantined", honesty.DRIFT)
+    assert "0.5 nats a token from the trainer's over" in status.evidence[0]
+    assert status.evidence[0].endswith(", beside 0.3 that the policy moved")
+
+
+def test_what_the_policy_itself_moved_is_nobodys_fault():
+    scene = drift_scene()
+    behind(scene, 8, a=honesty.SLACK * 0.3 + RIGHT, b=RIGHT)
+    assert scene.agent("a").evidence == ()
+    assert scene.counter("honesty.windows") == 16
+
+
+def test_groups_that_are_behind_are_looked_at_together():
+    """One of few tokens says little: 0.2 and 1 nats are 0.6, twice what the policy moved."""
+    scene = drift_scene(drift_tokens=2000)
+    jobs = batch(scene, 1)
+    old = [
+        msgspec.structs.replace(drift(job, difference), moved=0.3)
+        for job, difference in zip(jobs["a"], (0.2, 1.0), strict=True)
+    ]
+    scene.trainer_says(msgspec.structs.replace(report(1), older=tuple(old)))
+    assert scene.core._ctx.policies[SOLVER].drifts["a"].mean == pytest.approx(0.0)
+
+
+def test_less_than_the_policy_moved_does_not_make_up_for_a_lie_at_the_head():
+    scene = drift_scene(drift_tokens=2000)
+    jobs = batch(scene, 1)
+    old = msgspec.structs.replace(drift(jobs["a"][0], 0.0), moved=5.0)
+    said = report(1, drift(jobs["a"][1], WRONG))
+    scene.trainer_says(msgspec.structs.replace(said, older=(old,)))
+    assert scene.core._ctx.policies[SOLVER].drifts["a"].mean == pytest.approx(WRONG / 2)
+
+
+def test_a_way_of_less_than_nothing_is_none():
+    scene = drift_scene()
+    behind(scene, 3, moved=-9.0, a=RIGHT, b=RIGHT)
+    assert scene.agent("a").evidence == ()
+
+
+def test_who_is_behind_and_right_is_a_witness():
+    scene = drift_scene()
+    for step in range(1, 4):
+        jobs = batch(scene, step)
+        old = [msgspec.structs.replace(drift(job, 0.3), moved=0.3) for job in jobs["b"]]
+        said = report(step, *(drift(job, WRONG) for job in jobs["a"]))
+        scene.trainer_says(msgspec.structs.replace(said, older=tuple(old)))
+        scene.version_stored(step)
+        for name in ("a", "b"):
+            scene.serving(step, name)
+    assert scene.agent("a").quarantined == honesty.DRIFT

@@ -5,6 +5,7 @@ from core_builders import (
     RUN,
     SOLVER,
     Scene,
+    make_ref,
     make_scene,
     make_summary,
     messages,
@@ -144,14 +145,81 @@ def test_an_order_to_drain_goes_out_again_after_a_reconnect(scene):
     assert scene.agent().state == "draining"
 
 
-def test_an_order_to_drain_outlives_the_scheduler_but_not_the_agent(scene):
+def test_an_order_to_drain_outlives_the_scheduler(scene):
     ordered(scene, "drain")
     scene.restart()
     effects = scene.joined("a", held=scene.held_by("a"))
     assert len(messages(effects, DrainOrder, "a")) == 1
     assert scene.agent().state == "draining"
+
+
+def test_an_order_to_drain_that_was_not_heard_is_for_the_next_process_too(scene):
+    """The box was to be emptied; that its process died and was started again changes nothing."""
+    ordered(scene, "drain", deadline_s=7.0)
+    effects = scene.joined("a", incarnation=2)
+    assert [order.deadline_s for order in messages(effects, DrainOrder, "a")] == [7.0]
+    assert scene.agent().state == "draining"
+    scene.restart()
+    assert messages(scene.joined("a", incarnation=3), DrainOrder, "a")
+
+
+@pytest.mark.parametrize("end", ["confirmed", "goodbye", "lost"])
+def test_an_order_to_drain_ends_with_the_life_that_followed_it_or_was_lost(scene, end):
+    ordered(scene, "drain")
+    if end == "confirmed":
+        scene.heard("a", draining=True, held=scene.held_by("a"))
+    elif end == "goodbye":
+        scene.feed(FromAgent("a", Goodbye(reason="drained")))
+    else:
+        scene.wait(13.0)
+        assert scene.agent().state == "lost"
     assert not messages(scene.joined("a", incarnation=2), DrainOrder, "a")
     assert scene.agent().state == "ready"
+
+
+def test_a_lost_agent_that_was_only_cut_off_still_drains(scene):
+    ordered(scene, "drain")
+    scene.wait(13.0)
+    assert messages(scene.joined("a"), DrainOrder, "a")
+
+
+def test_an_agent_that_drains_gets_no_offer_when_it_says_hello_again(scene):
+    """Neither after our restart nor over a new connection; it would only decline."""
+    scene.heard("a", draining=True)
+    for restarts in (False, True):
+        if restarts:
+            scene.restart()
+        before = len(scene.offers)
+        scene.joined("a")
+        lived = scene.agent().state
+        scene.wait(1.0)
+        assert (lived, len(scene.offers)) == ("draining", before)
+    scene.heard("a", draining=False, versions={SOLVER: make_ref(SOLVER, 0)})
+    assert scene.agent().state == "ready"
+
+
+def test_an_agent_that_has_not_reconnected_yet_is_told_to_drain_when_it_has(scene):
+    scene.restart()
+    assert scene.agent().state == "reconnecting"
+    reply = ordered(scene, "drain")
+    assert (reply.ok, reply.message) == (True, "it is told as soon as it has reconnected")
+    scene.restart()
+    assert len(messages(scene.joined("a"), DrainOrder, "a")) == 1
+    assert scene.agent().state != "ready"
+
+
+def test_two_processes_with_one_incarnation_are_two_lives(scene):
+    """A box that was wiped, with a clock that stands still: what the first held is gone."""
+    scene.joined("b", slots=2)
+    scene.joined("a", slots=2, process="one", held=scene.held_by("a"))
+    held = scene.live_offers("a")
+    for offer in held:
+        scene.accepted(offer)
+    scene.joined("a", slots=2, process="one", held=scene.held_by("a"))
+    assert scene.counter("attempts.failed.agent.restarted") == 0
+    assert [o.attempt for o in scene.live_offers("a")] == [o.attempt for o in held]
+    scene.joined("a", slots=2, process="two")
+    assert not {o.attempt for o in held} & {o.attempt for o in scene.live_offers("a")}
 
 
 def test_an_agent_that_is_away_cannot_be_told_to_drain(scene):

@@ -6,7 +6,7 @@ from core_builders import Scene, make_run, make_scene
 from scheduler.core import quarantine
 from scheduler.core.events import FromAgent
 from scheduler.core.failures import class_of
-from transport.messages import Goodbye, LeaseOffer
+from transport.messages import AgentOrder, Goodbye, LeaseOffer
 
 
 @pytest.fixture
@@ -43,6 +43,68 @@ def test_old_evidence_weighs_less(scene):
             break
     invalid(scene, scene.live_offers("a")[0])
     assert scene.agent().state == "ready"
+
+
+def test_evidence_weighs_over_restarts_of_the_scheduler(scene):
+    """And halves on: the clock goes on where it was."""
+    for _ in range(2):
+        invalid(scene, scene.live_offers("a")[0])
+        scene.restart()
+        scene.joined("a", slots=2)
+    invalid(scene, scene.live_offers("a")[0])
+    assert (scene.agent().state, scene.agent().quarantined) == ("quarantined", "summary.invalid")
+
+
+def test_a_crash_loop_is_seen_over_restarts_of_the_scheduler(scene):
+    scene.joined("b", slots=2)
+    for incarnation in range(2, 7):
+        assert scene.agent().quarantined == ""
+        scene.restart()
+        scene.joined("b", slots=2)
+        scene.joined("a", incarnation=incarnation)
+        scene.wait(1.0)
+    assert scene.agent().quarantined == "crash_loop"
+
+
+def test_failures_in_a_row_are_counted_over_restarts_of_the_scheduler():
+    scene = make_scene(run=make_run(max_attempts=100), retry_backoff_max_s=0.0)
+    scene.joined("b", slots=2)
+    for count in range(quarantine.OWN_FAILURES):
+        scene.restart()
+        scene.joined("b", slots=2)
+        scene.joined("a", slots=2)
+        assert scene.agent().quarantined == "", count
+        scene.failed(scene.live_offers("a")[0], "engine.generation")
+    assert scene.agent().quarantined == "failures_in_a_row"
+
+
+def test_what_an_agent_did_is_one_row_that_goes_with_results_a_release_and_the_agent():
+    scene = make_scene(forget_agent_s=60.0)
+    scene.joined("a", slots=2)
+    scene.joined("b", slots=2)
+
+    def rows() -> list[str]:
+        return [key for table, key in scene.rows if table == "conduct"]
+
+    assert rows() == []
+    scene.joined("a", incarnation=2)
+    assert rows() == ["a"]
+    offer = scene.live_offers("a")[0]
+    scene.accepted(offer)
+    scene.finished(offer)
+    assert rows() == []
+    for incarnation in range(3, 30):
+        scene.joined("a", incarnation=incarnation)
+    [starts] = [c.starts for c in scene.core._ctx.tables.conducts.values()]
+    assert len(starts) <= 16
+    scene.asked(AgentOrder(agent="a", order="release"))
+    assert rows() == []
+    for incarnation in (1, 2):
+        scene.joined("c", incarnation=incarnation, versions={})
+    assert rows() == ["c"]
+    scene.feed(FromAgent("c", Goodbye(reason="off")))
+    scene.wait(61.0)
+    assert rows() == []
 
 
 def test_a_body_of_another_job_speaks_against_its_agent(scene):

@@ -267,16 +267,14 @@ def test_an_agent_that_leaves_with_a_recheck_leaves_it_to_another():
     "changes",
     [
         {"share": 0.0},
-        {"workflow": {"reference": "multi_turn"}},
-        {"task": TaskSpec(source="jsonl", path="p", reward="code")},
+        {"workflow": {"reference": "tool_use"}},
+        {"workflow": {"reference": "somebodys:own"}},
     ],
 )
 def test_what_is_no_function_of_item_and_response_is_not_found_again(changes):
     scene = recheck_scene("", **changes)
-    more = {
-        "workflows": {"single_turn": "f", "multi_turn": "f"},
-        "rewards": ("code", "reasoning-gym"),
-    }
+    workflows = dict.fromkeys(("single_turn", "tool_use", "somebodys:own"), "f")
+    more = {"workflows": workflows, "rewards": ("code", "reasoning-gym")}
     for name in "ab":
         scene.joined(name, slots=2, **more)
     made(scene, "a")
@@ -302,7 +300,7 @@ def test_the_share_is_what_is_drawn():
 
 def test_rechecks_that_are_placed_in_one_go_are_each_kept_from_those_they_judge(monkeypatch):
     """A shortlist that one job leaves for the next would let agents judge themselves."""
-    monkeypatch.setattr(rechecks, "WEIGHT", 0.0)  # nobody is excluded
+    monkeypatch.setitem(rechecks.WEIGHTS, "reasoning-gym", 0.0)  # nobody is excluded
     scene = recheck_scene("", policy={"batch_groups": 64, "max_policy_lag": 4, "steps": 100})
     for name in "abc":
         scene.joined(name, slots=16)
@@ -336,3 +334,95 @@ def test_a_run_that_ends_gives_its_rechecks_up():
     scene.wait(1.0)
     assert scene.core._ctx.held_bodies == {}
     assert scene.counter("rechecks.cancelled") == 1
+
+
+# ---- agents whose word decides ------------------------------------------------------------------
+
+
+def test_two_that_lie_alike_do_not_outvote_an_agent_that_is_trusted():
+    scene = recheck_scene("abc", recheck_by=("c",))
+    offer = only_first(scene, "a", LIE)
+    assert answered(scene, TRUE) == "c"
+    assert scene.agent("a").evidence == (
+        f"{rechecks.DIFFERS}: {offer.attempt}: 1 for response 1,"
+        " c, which run.recheck_by trusts, finds 0",
+    )
+    assert asked(scene) == {}  # nobody else is heard
+    assert scene.agent("c").evidence == ()
+    assert scene.core._ctx.held_bodies == {}
+
+
+def test_without_such_an_agent_they_do():
+    """What ``recheck_by`` is for."""
+    scene = recheck_scene("abc")
+    only_first(scene, "a", LIE)
+    second = answered(scene, TRUE)
+    answered(scene, LIE)
+    assert len(scene.agent(second).evidence) == 1
+
+
+def test_two_findings_of_an_agent_that_is_trusted_exclude():
+    scene = recheck_scene("abc", recheck_by=("c",))
+    for _ in range(2):
+        assert scene.agent("a").state == "ready"
+        only_first(scene, "a", LIE)
+        answered(scene, TRUE)
+    assert scene.agent("a").quarantined == rechecks.DIFFERS
+
+
+def test_an_agent_that_is_trusted_is_not_looked_at():
+    scene = recheck_scene("abc", recheck_by=("c", "b"))
+    made(scene, "c", LIE)
+    assert scene.counter("rechecks.begun") == scene.counter("rechecks.skipped") == 0
+
+
+def test_where_none_that_is_trusted_is_there_nobody_is_asked():
+    scene = recheck_scene("ab", recheck_by=("c",))
+    made(scene, "a", LIE)
+    assert scene.counter("rechecks.skipped") == 1
+    assert scene.core._ctx.held_bodies == {}
+
+
+def test_an_agent_that_is_trusted_and_finds_the_same_ends_it():
+    scene = recheck_scene("abc", recheck_by=("c",))
+    only_first(scene)
+    assert answered(scene, TRUE) == "c"
+    assert scene.counter("rechecks.agree") == 1
+
+
+# ---- what not every agent can find --------------------------------------------------------------
+
+CODE = {"task": TaskSpec(source="jsonl", path="p", reward="code")}
+TURNS = {"workflow": {"reference": "multi_turn"}}
+
+
+@pytest.mark.parametrize(("changes", "kind"), [(CODE, "code"), (TURNS, "multi_turn")])
+def test_other_kinds_are_asked_of_agents_that_say_that_they_can(changes, kind):
+    scene = recheck_scene("", **changes)
+    more = {
+        "workflows": {"single_turn": "f", "multi_turn": "f"},
+        "rewards": ("code", "reasoning-gym"),
+    }
+    scene.joined("a", slots=2, **more)
+    scene.joined("old", slots=2, **more)
+    draw(scene, 1.0)
+    made(scene, "a")
+    draw(scene, 0.0)
+    free(scene)
+    assert scene.counter("rechecks.begun") == 1
+    assert asked(scene) == {}
+    scene.joined("new", slots=2, recheck_kinds=(kind,), **more)
+    free(scene)
+    assert [*asked(scene)] == ["new"]
+
+
+def test_a_program_that_fails_elsewhere_weighs_less():
+    scene = recheck_scene("", **CODE)
+    for name in "abc":
+        scene.joined(name, slots=2, rewards=("code",), recheck_kinds=("code",))
+    for _ in range(2):
+        only_first(scene, "a", LIE)
+        answered(scene, TRUE)
+        answered(scene, TRUE)
+    assert scene.agent("a").state == "ready"
+    assert len(scene.agent("a").evidence) == 2

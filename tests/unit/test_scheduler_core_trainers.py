@@ -144,6 +144,10 @@ def test_records_do_not_wait_for_ever(scene):
         generated(scene, step)
     [record] = of_type(effects, RecordStep)
     assert (record.step.step, record.step.delta_bytes) == (1, None)
+    # What people see is not without a size for so long as the store is behind.
+    scene.version_stored(1)
+    assert scene.policy().last_step.delta_bytes is None
+    assert (scene.policy().delta_bytes, scene.policy().full_bytes) != (None, None)
 
 
 def test_a_repeated_report_changes_nothing(scene):

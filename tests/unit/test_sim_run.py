@@ -86,6 +86,17 @@ def test_the_same_seed_gives_the_same_history_under_any_hash_seed() -> None:
     assert simulate(SMALL, "finish-time", 4, history=True).digest != small
 
 
+@pytest.mark.parametrize("scenario", [SMALL, RICH], ids=["small", "rich"])
+def test_polls_that_bring_no_news_are_left_out_and_nothing_else(scenario: Scenario) -> None:
+    without = Simulation(scenario, seed=3, history=True)
+    polling = Simulation(scenario, seed=3, history=True)
+    for agent in polling.agents.values():
+        agent._settings = msgspec.structs.replace(agent._settings, slot_poll_s=1.0)
+    found, same = without.run(), polling.run()
+    assert (found.digest, found.messages) == (same.digest, same.messages)
+    assert found.events < same.events
+
+
 def test_what_was_recorded_gives_the_same_effects_again() -> None:
     from random import Random
 

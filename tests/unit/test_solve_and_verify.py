@@ -1,5 +1,6 @@
 """The shipped workflow of a solver and its verifier."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ async def test_a_prompt_is_not_read_as_a_template(bench: Bench) -> None:
         ({"yes": ""}, "yes"),
         ({"verdict": 3}, "verdict"),
         ({"best_of": 0}, "best_of"),
+        ({"choose": "best"}, "choose"),
         ({"verifier": "critic"}, "no policy 'critic'"),
     ],
 )
@@ -100,6 +102,25 @@ async def test_wrong_settings_are_named(
     failed = crash(await run(bench, settings=settings))
     assert failed.code == "workflow.malformed"
     assert words in failed.detail
+
+
+Verdicts = Mapping[str, str | tuple[str, float]]
+"""What is said of each answer, and with which probability its first word."""
+
+
+def choosing(answers: list[str], verdicts: Verdicts) -> ScriptedEngine:
+    """A solver with these answers, by sibling, and a verifier with a verdict for each of them."""
+
+    def say(request: GenerationRequest, sibling: int) -> str | tuple[str, float]:
+        if request.policy == SOLVER:
+            return answers[sibling]
+        claim = decode_text(request.prompt_tokens)
+        told = verdicts[claim.partition("=")[2].partition("?")[0].strip()]
+        text, probability = told if isinstance(told, tuple) else (told, 1.0)
+        # The scripted engine gives every token, one a character and the end, the same share of it.
+        return text, probability ** ((len(text) + 1) / len(text.partition(",")[0]))
+
+    return ScriptedEngine(say)
 
 
 @pytest.mark.parametrize(
@@ -113,18 +134,71 @@ async def test_wrong_settings_are_named(
 )
 @pytest.mark.asyncio
 async def test_the_best_of_several_is_the_verifiers_choice(
-    bench: Bench, verdicts: dict[str, tuple[str, float]], chosen: str
+    bench: Bench, verdicts: Verdicts, chosen: str
 ) -> None:
-    def say(request: GenerationRequest, sibling: int) -> str | tuple[str, float]:
-        if request.policy == SOLVER:
-            return str(sibling + 1)
-        claim = decode_text(request.prompt_tokens)
-        return verdicts[claim.partition("=")[2].partition("?")[0].strip()]
-
-    bench.engine = ScriptedEngine(say)
+    bench.engine = choosing(["1", "2", "3"], verdicts)
     settings = {"best_of": 3}
     await run(bench, kind="eval", group_size=1, settings=settings, temperature=0.0)
     assert said(bench) == [chosen]
+
+
+@pytest.mark.parametrize(
+    ("answers", "verdicts", "chosen"),
+    [
+        # 3 x 0.4 beats 0.9; the likeliest alone is 2.
+        (["1", "2", "1", "1"], {"1": ("No", 0.6), "2": ("Yes", 0.9)}, "1"),
+        (["1", "2", "1"], {"1": ("No", 0.6), "2": ("Yes", 0.9)}, "2"),
+        # Blanks around an answer are none of it: 0.6 + 0.6 against 0.9.
+        (["1 ", "2", " 1"], {"1": ("Yes", 0.6), "2": ("Yes", 0.9)}, "1"),
+        # No verdict weighs 1/2: 2 x 0.5 against 0.9, and against 2 x 0.6.
+        (["1", "2", "1"], {"1": "Perhaps", "2": ("Yes", 0.9)}, "1"),
+        (["1", "2", "1", "2"], {"1": "Perhaps", "2": ("Yes", 0.6)}, "2"),
+        # Who says nothing of all of them leaves it to the majority.
+        (["1", "2", "2"], {"1": "Perhaps", "2": "Perhaps"}, "2"),
+        # A verifier that knows more words: no unlikely "Yes" weighs less than an unlikely "No".
+        (["1", "2"], {"1": ("No", 0.2), "2": ("Yes", 0.3)}, "1"),
+        (["1", "2"], {"1": ("No", 0.7), "2": ("Yes", 0.3)}, "2"),
+        (["2", "1"], {"1": ("Yes", 0.8), "2": ("Yes", 0.8)}, "2"),  # the first of equals
+        (["1", "2"], {"1": ("No", 1.0), "2": ("No", 1.0)}, "1"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_weights_of_equal_answers_are_added(
+    bench: Bench, answers: list[str], verdicts: Verdicts, chosen: str
+) -> None:
+    bench.engine = choosing(answers, verdicts)
+    settings = {"best_of": len(answers), "choose": "weighted"}
+    await run(bench, kind="eval", group_size=1, settings=settings, temperature=0.0)
+    assert [text.strip() for text in said(bench)] == [chosen]
+
+
+@pytest.mark.asyncio
+async def test_each_different_answer_is_judged_once(bench: Bench) -> None:
+    bench.engine = choosing(["1", "2", "1", " 1"] * 2, {"1": ("Yes", 0.6), "2": ("Yes", 0.7)})
+    settings = {"best_of": 4, "choose": "weighted"}
+    await run(bench, kind="eval", group_size=2, settings=settings, temperature=0.0)
+    assert said(bench) == ["1", "1"]
+    assert [request.policy for request in bench.engine.asked] == [SOLVER, JUDGE, JUDGE]
+
+
+@pytest.mark.asyncio
+async def test_a_majority_asks_no_verifier(bench: Bench) -> None:
+    bench.engine = choosing(["1", "2", "3", "2 "], {})
+    settings = {"best_of": 4, "choose": "majority"}
+    await run(bench, kind="eval", group_size=1, settings=settings, temperature=0.0)
+    assert said(bench) == ["2"]
+    assert [request.policy for request in bench.engine.asked] == [SOLVER]
+
+
+@pytest.mark.asyncio
+async def test_words_behind_a_verdict_do_not_change_its_probability(bench: Bench) -> None:
+    """As a whole it is less likely than the other ``No``, but its first word is certain."""
+    verdicts: Verdicts = {"1": ("No, and this is said at length", 0.9), "2": ("No", 0.6)}
+    bench.engine = choosing(["1", "2", "1"], verdicts)
+    for choose, chosen in (("weighted", "2"), ("likeliest", "2")):
+        settings = {"best_of": 3, "choose": choose, "verdict_tokens": 64}
+        await run(bench, kind="eval", group_size=1, settings=settings, temperature=0.0)
+        assert said(bench) == [chosen], choose
 
 
 @pytest.mark.asyncio

@@ -2,10 +2,12 @@
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from farflow.summary import RunSummary, render, repeated, summarise
+from farflow.up import training_time
 from transport.status import (
     AccountingRow,
     AgentStatus,
@@ -126,3 +128,20 @@ def test_every_evaluation_is_summed_up_from_its_first_to_its_last():
     for expected in ("25.0 %", "50.0 %", "1: 50.0 %, 4: 87.5 %"):
         assert expected in shown
     assert "evaluations" not in text(summary(evaluations=(evaluated("held-out", 2, 0.625),)))
+
+
+def test_both_times_of_a_resumed_run_are_of_its_last_life():
+    records = [
+        {"type": "evaluation", "wall_s": 1000.0},
+        *({"type": "step", "at_s": at, "wall_s": 1000.0 + at} for at in (1.0, 2.0, 3.0)),
+        *({"type": "step", "at_s": at, "wall_s": 2000.0 + at} for at in (4.0, 6.0)),
+        {"type": "end", "wall_s": 2007.0},
+    ]
+    assert training_time(records, 2000.0) == (2.0, True)
+    assert training_time(records, 900.0) == (1005.0, False)
+    assert training_time(records[:2], 900.0) == (None, False)
+    assert training_time([], 900.0) == (None, False)
+    found = msgspec.structs.replace(summary(), wall_s=9.0, training_s=2.0)
+    assert "\n9 s, training 2 s of it" in text(found)
+    resumed = msgspec.structs.replace(found, resumed=True)
+    assert "since it was resumed 9 s, training 2 s of it" in text(resumed)

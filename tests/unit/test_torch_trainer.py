@@ -114,6 +114,29 @@ def test_training_makes_rewarded_sequences_likelier_and_the_others_rarer(qwen, t
     assert min(good) > 0 > max(bad)
 
 
+def test_the_movement_of_a_step_is_how_far_it_takes_what_was_recorded_before_it(qwen):
+    trainer = trainer_of(qwen)
+    assert trainer.moved() == 0.0
+    group = [
+        msgspec.structs.replace(
+            sequence,
+            reward=float(number % 2),
+            logprobs=tuple(log_probabilities(qwen, sequence)),
+            loss_mask=(True,) * len(sequence.tokens),
+            versions=(3,) * len(sequence.tokens),
+        )
+        for number, sequence in enumerate(groups_of(4, groups=1, siblings=6)[0])
+    ]
+    trainer.step([group])
+    assert trainer.drifts()[0].difference == pytest.approx(0.0, abs=1e-4)
+    moved = trainer.moved()
+    trainer.step([group])
+    assert trainer.drifts()[0].difference == pytest.approx(moved, rel=1e-3)
+    assert moved > 0.01
+    trainer.step([[msgspec.structs.replace(s, reward=1.0) for s in group]])
+    assert trainer.moved() == 0.0
+
+
 def test_three_and_three_steps_are_six_bit_for_bit(qwen):
     whole = trainer_of(qwen, warmup_steps=4)
     for seed in range(6):

@@ -16,8 +16,10 @@ from edge_agent.engines.fake import FakeEngine
 from edge_agent.partials import AGAIN_S, CHUNK_BYTES, MAX_HELD_BYTES, Partials
 from edge_agent.rewards import RewardPool
 from edge_agent.workflow import Sibling, Workflow, WorkflowContext, load_workflow
+from transport.envelope import KIND_OF
 from transport.errors import WindowFull
 from transport.messages import (
+    KNOWN_KINDS,
     Body,
     BodyRequest,
     Item,
@@ -305,6 +307,17 @@ def test_one_is_under_way_at_a_time_and_the_newest_follows() -> None:
     way.done(last)
     way.done(last)
     assert way.turns() == [1, 3]
+
+
+def test_a_log_too_old_for_turns_is_sent_none() -> None:
+    way = Way()
+    way.partials.peer_knows(bytes(set(KNOWN_KINDS) - {KIND_OF[PartialPut]}))
+    way.keep(1, b"one")
+    assert way.turns() == []
+    for turns, kinds in ((2, KNOWN_KINDS), (3, b"")):
+        way.partials.peer_knows(kinds)
+        way.done(way.keep(turns, b"more"))
+    assert way.turns() == [2, 3]
 
 
 def test_a_new_link_brings_the_newest_again_and_a_silent_log_is_asked_again_in_time() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from status_views import run as run_row
+from status_views import step
 
 from farflow.inspect_commands import event_lines, history_lines
 from farflow.view import (
@@ -14,9 +16,11 @@ from farflow.view import (
     agents_line,
     alert_lines,
     clock_text,
+    counter_notes,
     demand_lines,
     evaluation_line,
     overview,
+    policy_delta_text,
     printable,
     screen,
     token_rate,
@@ -65,6 +69,13 @@ def drawn(found: SchedulerStatus) -> str:
     with console.capture() as capture:
         console.print(screen(found, {}, {}))
     return capture.get()
+
+
+def test_what_an_agent_says_of_its_hardware_steers_no_terminal() -> None:
+    shown = drawn(status(agents=(agent(hardware="\x1b[2J\x9b1mH100"),)))
+    assert "\x1b" not in shown
+    assert "\x9b" not in shown
+    assert "·[2J·1mH100" in shown
 
 
 def test_agents_show_marks_hardware_clock_and_price() -> None:
@@ -248,3 +259,31 @@ def test_a_finished_evaluation_is_a_line_with_its_name_and_answers() -> None:
         "evaluation maths p v4 accuracy 50.0 % over 20 items of 2 answers each,"
         " pass@1 50.0 %, pass@2 75.0 %"
     )
+
+
+def test_the_delta_of_the_newest_stored_version_is_shown_while_the_last_step_s_is_on_its_way() -> (
+    None
+):
+    first = run_row("first", step(41, 0.5))
+    [policy] = first.policies
+    last = msgspec.structs.replace(step(42, 0.5), delta_bytes=None, full_bytes=None)
+    waits = msgspec.structs.replace(policy, last_step=last)
+    stored = msgspec.structs.replace(waits, delta_bytes=20_000, full_bytes=100_000)
+    assert policy_delta_text(policy) == "10 B / 100 B (10 %)"
+    assert policy_delta_text(waits) == "-"
+    assert policy_delta_text(stored) == "20.0 kB / 100.0 kB (20 %)"
+    shown = drawn(status(runs=(msgspec.structs.replace(first, policies=(stored,)),)))
+    assert "20.0 kB / 100.0 kB" in shown
+    assert "lag in steps" in shown
+    assert "mean 1.5, max 3" in shown
+
+
+def test_what_was_refused_is_said_in_words() -> None:
+    assert (
+        counter_notes(status(counters={"refused.run.unknown": 0, "placement.refused_x": 2})) == []
+    )
+    [line] = counter_notes(status(counters={"refused.run.unknown": 6, "refused.other": 1}))
+    assert line.startswith(
+        "refused.CODE: what peers asked for and did not get; run.unknown: of a run"
+    )
+    assert "other" not in line

@@ -33,14 +33,14 @@ class Loaded:
             self.model.register_parameter(name, parameter)
         self.spoil = spoil
         self.before = self.bits()
-        self.writer = WeightWriter(self.model, torch.device("cpu"))
+        self.writer = WeightWriter(torch.device("cpu"))
         tensors = [(name, "BF16", shape) for name, shape in SHAPES.items()]
-        self.map = self.writer.record(tensors, self.load)
+        self.map = self.writer.record(tensors, self.model.named_parameters(), self.load)
         self.exchange = Exchange()
 
     def load(self, weights):
         model = self.model
-        for name, weight in weights:
+        for name, weight in weights.items():
             if name == "q":
                 model.qk.data[:4].copy_(weight)
             elif name == "k":

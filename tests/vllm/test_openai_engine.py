@@ -212,8 +212,7 @@ async def test_weights_that_another_agent_wrote_are_noticed(bench, server, folde
 
 
 async def test_what_an_earlier_life_left_half_done_is_ended(bench, server, folder):
-    for path in ("/start_weight_update", "/pause?mode=keep"):
-        await asyncio.to_thread(server.post, path)
+    await asyncio.to_thread(server.post, "/pause?mode=keep")
     await bench.engine.load_policy(POLICY, folder, bench.version + 1)
     (drawn,) = await bench.generate(1)
     assert set(drawn.versions) == {bench.version + 1}

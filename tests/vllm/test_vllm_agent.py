@@ -26,8 +26,16 @@ async def test_an_agent_serves_swaps_and_loads_again_what_its_engine_lost(tmp_pa
     model = served_llama(tmp_path / "llama")
     async with AgentCloud(tmp_path, MemoryNetwork(), model) as cloud, asyncio.timeout(500):
         cloud.publish()
-        life = cloud.start(stop, engines=making, engine="vllm", slots=0, vllm=TABLE)
+        life = cloud.start(
+            stop,
+            engines=making,
+            engine="vllm",
+            slots=0,
+            vllm=TABLE,
+            local_models={"adapted": str(model)},
+        )
         hello = await cloud.hear(Hello)
+        assert hello.agent.bases == ("adapted",)  # it could have its adapter
         assert (hello.agent.engine, hello.agent.slots) == ("vllm", TABLE.max_sequences)
         await cloud.hear(VersionServing)
         cloud.publish()

@@ -2,10 +2,13 @@
 that the real one cannot be made to do at will are stood in for."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 
 import msgspec
+import psutil
 import pytest
 import pytest_asyncio
 from vllm_bench import LLAMA, QWEN, TABLE
@@ -60,6 +63,20 @@ def held(monkeypatch):
     held.go.set()
 
 
+class Spawning(Held):
+    """Its start waits for a process that it started, and that has one itself."""
+
+    def from_engine_args(self, arguments):
+        tree = "import subprocess; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True)"
+        with subprocess.Popen(
+            [sys.executable, "-c", f"{tree}; p.wait()"], stdout=subprocess.PIPE
+        ) as started:
+            self.below = int(started.stdout.readline())
+            started.wait()
+        self.go.set()
+        raise RuntimeError("it ended")
+
+
 async def crash_of_start(folder, start_timeout_s):
     """What the start of a policy raises, within a few seconds."""
     table = msgspec.structs.replace(TABLE, start_timeout_s=start_timeout_s)
@@ -87,6 +104,18 @@ async def test_a_start_that_hangs_is_given_up_and_ended_when_it_returns(held, fo
     assert await asyncio.to_thread(held.ended.wait, 5)
 
 
+async def test_processes_of_a_start_that_hangs_are_killed(monkeypatch, folders):
+    hangs = Spawning()
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", hangs)
+    monkeypatch.setattr(vllm_policy, "_HUNG_S", 0.1)
+    error = await crash_of_start(folders[QWEN], 2.0)
+    assert "has not answered for 2 s" in str(error)
+    assert hangs.go.is_set()
+    async with asyncio.timeout(5):
+        while psutil.pid_exists(hangs.below):
+            await asyncio.sleep(0.05)
+
+
 async def test_a_process_that_dies_while_it_starts_is_not_waited_for(held, folders):
     held.go.set()
     error = await crash_of_start(folders[QWEN], 60.0)
@@ -101,7 +130,7 @@ async def test_a_death_during_a_swap_is_told_before_the_swap_has_failed():
     class Dead:
         errored = True
 
-        async def start_weight_update(self):
+        async def collective_rpc(self, method, args=()):
             raise EngineDeadError
 
     told = []
@@ -111,6 +140,25 @@ async def test_a_death_during_a_swap_is_told_before_the_swap_has_failed():
     with pytest.raises(WeightApplyFailed):
         await policy._swap("version 1", 1, "nowhere", [])
     assert told == ["vLLM died"]
+
+
+async def test_a_worker_that_raises_ends_the_policy():
+    """With several, vLLM leaves what the others answered to the next call."""
+
+    class Raising:
+        errored = False
+
+        async def collective_rpc(self, method, args=()):
+            raise RuntimeError("Worker failed with error 'no'")
+
+    told = []
+    policy = object.__new__(VllmPolicy)
+    policy.name, policy.version, policy.dead, policy._ending = QWEN, 0, "", None
+    policy._llm, policy._lost = Raising(), lambda of, why: told.append(why)
+    with pytest.raises(WeightApplyFailed):
+        await policy._swap("version 1", 1, "nowhere", [])
+    assert len(told) == 1
+    assert "Worker failed" in told[0]
 
 
 class Drawn:

@@ -147,6 +147,7 @@ from transport.messages.weights import (
 __all__ = [
     "FEATURE_OFFERS",
     "KINDS",
+    "KNOWN_KINDS",
     "MAX_COUNT",
     "MAX_DRIFTS",
     "MAX_ID_LENGTH",
@@ -338,3 +339,6 @@ KINDS: dict[int, type[Message]] = {
     0x65: ChunkRequest,
     0x66: Chunk,
 }
+
+KNOWN_KINDS = bytes(sorted(KINDS))
+"""For ``Welcome.kinds``."""

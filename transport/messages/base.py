@@ -89,6 +89,7 @@ class AgentInventory(msgspec.Struct, frozen=True, kw_only=True):
     egress_usd_gb: Finite = 0.0
     rechecks: bool = False
     bases: tuple[str, ...] = ()
+    recheck_kinds: tuple[str, ...] = ()
 
 
 class TrainerInventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +128,9 @@ class Welcome(Message, frozen=True, kw_only=True):
     """Answer to ``Hello``. ``policies`` are the policy ids that an agent is to host;
     a trainer gets its run, the highest version number ever published and whether to go on.
     ``incarnation`` is that of the hello (0: not said): what a process asked that has died meanwhile
-    is no answer to the one in its place. ``upto``: see ``HeartbeatReply``."""
+    is no answer to the one in its place. ``upto``: see ``HeartbeatReply``. ``kinds`` are the kind
+    bytes that the scheduler, its trajectory log and its weight store know, rising (none: not said);
+    a newer agent says nothing else to them."""
 
     term: int
     heartbeat_s: float
@@ -140,6 +143,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     signers: tuple[SignerCertificate, ...] = ()
     incarnation: Count = 0
     upto: dict[Id, Count] = {}
+    kinds: Annotated[bytes, Meta(max_length=256)] = b""
 
 
 class Refuse(Message, frozen=True, kw_only=True):

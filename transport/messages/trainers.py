@@ -52,20 +52,23 @@ class GroupUnusable(Message, frozen=True, kw_only=True):
 
 class GroupDrift(msgspec.Struct, frozen=True, kw_only=True):
     """How far the recorded log-probabilities of a group are from those that the trainer's weights
-    give, over ``tokens`` that ``version`` drew: the mean absolute ``difference`` and the mean
-    ``kl``, in nats a token."""
+    give, over ``tokens`` of which ``version`` drew the oldest: the mean absolute ``difference`` and
+    the mean ``kl``, in nats a token. ``moved`` of the difference may be the trainer's own doing: so
+    far the policy has come since."""
 
     job: Id
     version: Count
     tokens: Count
     difference: Finite
     kl: Finite
+    moved: Finite = 0.0
 
 
 class StepReport(Message, frozen=True, kw_only=True):
     """A step is done. ``version`` is the number under which its weights are being published;
     busy and waiting time are apart so that the scheduler can tell starvation from slowness.
-    ``drifts`` are of groups drawn by the version that the trainer held before the step."""
+    ``drifts`` are of groups drawn by the version that the trainer held before the step, ``older``
+    of those that have tokens of an older one."""
 
     policy: Id
     step: Count
@@ -74,6 +77,7 @@ class StepReport(Message, frozen=True, kw_only=True):
     waiting_s: Finite
     metrics: dict[str, float] = {}
     drifts: Annotated[tuple[GroupDrift, ...], Meta(max_length=MAX_DRIFTS)] = ()
+    older: Annotated[tuple[GroupDrift, ...], Meta(max_length=MAX_DRIFTS)] = ()
 
 
 class CheckpointReport(Message, frozen=True, kw_only=True):

@@ -113,7 +113,8 @@ def remove_temporaries(folder: Path) -> int:
 
 def next_incarnation(folder: Path, wall_s: float) -> int:
     """A daemon's life number, made durable in ``folder`` before it is used: it grows with every
-    start, also after the folder was lost.
+    start, also after the folder was lost (milliseconds, in which no process can be started, used
+    and started again).
 
     Raises:
         StoreError: the disk refused, or the file holds no number.
@@ -126,7 +127,7 @@ def next_incarnation(folder: Path, wall_s: float) -> int:
     except ValueError as error:
         raise StoreError(f"{path} holds no number: remove it") from error
     # The time keeps numbers growing when the folder was lost; counting, when the clock jumps.
-    incarnation = max(last + 1, int(wall_s))
+    incarnation = max(last + 1, int(1000.0 * wall_s))
     atomic_write(path, f"{incarnation}\n".encode())
     return incarnation
 

@@ -112,6 +112,7 @@ def install_command(
                     sandboxes=needed.sandboxes,
                 ),
                 place,
+                named_by=files,
             )
         say_lines(lines, as_json=as_json)
 

@@ -10,9 +10,11 @@ import pwd
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -30,12 +32,14 @@ _ASK_S: Final = 10.0
 
 class Place(NamedTuple):
     """Where a unit goes. ``starts`` says whether systemd is to be told; ``user_units`` that it is
-    a user's own manager; ``run_as`` the user whom the machine's manager runs the daemon as."""
+    a user's own manager; ``run_as`` the user whom the machine's manager runs the daemon as;
+    ``image`` that the folder was named, and the daemon may be run elsewhere."""
 
     folder: Path
     starts: bool
     user_units: bool
     run_as: str
+    image: bool = False
 
 
 def find_place(*, user_units: bool, run_as: str, unit_folder: Path | None) -> Place:
@@ -46,10 +50,11 @@ def find_place(*, user_units: bool, run_as: str, unit_folder: Path | None) -> Pl
     """
     if user_units and run_as:
         raise ConfigError("--run-as: your own systemd runs everything as you; leave --user out")
-    starts = unit_folder is None and RUNNING.is_dir()
+    image = unit_folder is not None
+    starts = not image and RUNNING.is_dir()
     if user_units:
         home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-        return Place(unit_folder or home / "systemd" / "user", starts, True, "")
+        return Place(unit_folder or home / "systemd" / "user", starts, True, "", image)
     name = run_as or os.environ.get("SUDO_USER") or pwd.getpwuid(os.geteuid()).pw_name
     try:
         pwd.getpwnam(name)
@@ -59,7 +64,7 @@ def find_place(*, user_units: bool, run_as: str, unit_folder: Path | None) -> Pl
         ) from error
     if unit_folder is None and os.geteuid() != 0:
         raise ConfigError("only root may install for the machine: use sudo, or --user for yourself")
-    return Place(unit_folder or SYSTEM_UNITS, starts, False, name)
+    return Place(unit_folder or SYSTEM_UNITS, starts, False, name, image)
 
 
 def service_name(name: str) -> str:
@@ -79,20 +84,26 @@ def farflow_argv(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", "farflow", *arguments)
 
 
-def install(service: Service, place: Place) -> list[str]:
-    """Write the unit and start it; returns what was done, a line each.
+def install(service: Service, place: Place, *, named_by: Sequence[Path] = ()) -> list[str]:
+    """Write the unit and start it; returns what was done, a line each. ``named_by`` are the files
+    that say which folders are the daemon's: root makes and gives away none that a file names which
+    others may write.
 
     Raises:
-        ConfigError: as ``unit_text``.
+        ConfigError: as ``unit_text`` and ``give``.
         StoreError: the folder cannot be written.
         ProcessFailed: systemd refused; says what it said.
     """
     path = place.folder / f"{service.name}.service"
     text = unit_text(service, systemd_version())
-    for folder, mode in ((place.folder, 0o755), *((each, 0o700) for each in service.writable)):
-        with store_errors("create", folder):
-            folder.mkdir(mode, parents=True, exist_ok=True)
-    give(service.writable, place.run_as)
+    _make(place.folder, 0o755)
+    others = next((file for file in named_by if not _only_roots(file)), None)
+    if others is not None and _uid(place.run_as) is not None:
+        _made_by_user(service.writable, place.run_as, others)
+    else:
+        for folder in service.writable:
+            _make(folder, 0o700)
+        give(service.writable, place.run_as)
     unit = f"{service.name}.service"
     unchanged = path.exists() and path.read_text(encoding="utf-8") == text
     if not unchanged:
@@ -158,26 +169,94 @@ def _systemctl(place: Place, *arguments: str, within_s: float = SLACK_S) -> None
         raise ProcessFailed(f"{shlex.join(argv)}: {done.stderr.strip() or 'failed'}")
 
 
+def _make(folder: Path, mode: int) -> None:
+    with store_errors("create", folder):
+        folder.mkdir(mode, parents=True, exist_ok=True)
+
+
+def _uid(name: str) -> int | None:
+    """Of the user to whom root gives folders; None where it gives none: we are not root, or the
+    daemon runs as root."""
+    if not name or os.geteuid() != 0:
+        return None
+    return pwd.getpwnam(name).pw_uid or None
+
+
+def _only_roots(file: Path) -> bool:
+    """Whether nobody but root says what is in ``file``."""
+    found = file.stat()
+    return found.st_uid == 0 and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _made_by_user(folders: Sequence[Path], name: str, file: Path) -> None:
+    """Make ``folders``, which ``file`` names and whoever may write that, with the user's rights;
+    raises ConfigError where these do not suffice."""
+    for folder in folders:
+        argv = ["mkdir", "-p", "-m", "700", "--", str(folder)]
+        done = subprocess.run(
+            argv, cwd="/", capture_output=True, text=True, timeout=_ASK_S, check=False,
+            **become(name),
+        )  # fmt: skip
+        if done.returncode != 0 or folder.stat().st_uid != _uid(name):
+            raise ConfigError(
+                f"{file}: names {folder}, which is not {name}'s; root gives away nothing that a"
+                f" file names which others may write: give it with `chown -R {name} {folder}`, or"
+                f" make the file root's own with `chown root {file}` and `chmod go-w {file}`"
+            )
+
+
 def give(folders: Sequence[Path], name: str) -> None:
     """Make ``folders`` and all below them the user ``name``'s, where root says so; of what is not
-    there yet, and for "", nothing.
+    there yet, and for "", nothing. What is neither root's nor that user's is left alone.
 
     Raises:
-        ConfigError: a folder so close to the root that it is certainly not a daemon's own.
+        ConfigError: a folder so close to the root that it is certainly not a daemon's own, or
+            something there is another user's, or has a second name elsewhere.
         StoreError: the disk refused.
     """
-    if not name or os.geteuid() != 0 or (user := pwd.getpwnam(name)).pw_uid == 0:
+    uid = _uid(name)
+    if uid is None:
         return
+    gid = pwd.getpwnam(name).pw_gid
     for folder in folders:
         if len(folder.resolve().parts) <= 2:
             raise ConfigError(f"{folder}: too close to the root to be given to {name}")
         with store_errors("give away", folder):
             # Whom it belongs to may replace a folder by a link meanwhile: no paths but root's.
             linked = folder.is_symlink() and folder.lstat().st_uid == 0
-            for _, _, files, opened in os.fwalk(folder.resolve() if linked else folder):
-                os.chown(opened, user.pw_uid, user.pw_gid)
+            top = folder.resolve() if linked else folder
+            names = Counter(_below(top))
+            for path, _, files, opened in os.fwalk(top):
+                _check_owner(Path(path), os.fstat(opened), uid, name)
+                os.chown(opened, uid, gid)
                 for file in files:
-                    os.chown(file, user.pw_uid, user.pw_gid, dir_fd=opened, follow_symlinks=False)
+                    found = os.stat(file, dir_fd=opened, follow_symlinks=False)
+                    _check_owner(Path(path, file), found, uid, name)
+                    if names[_inode(found)] < found.st_nlink:
+                        raise ConfigError(
+                            f"{Path(path, file)}: has a second name outside of {folder}, where it"
+                            f" would be {name}'s as well; remove one"
+                        )
+                    os.chown(file, uid, gid, dir_fd=opened, follow_symlinks=False)
+
+
+def _below(folder: Path) -> Iterator[tuple[int, int]]:
+    """Which files there are, once for each of their names."""
+    for _, _, files, opened in os.fwalk(folder):
+        for file in files:
+            yield _inode(os.stat(file, dir_fd=opened, follow_symlinks=False))
+
+
+def _inode(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _check_owner(path: Path, found: os.stat_result, uid: int, name: str) -> None:
+    if found.st_uid not in (0, uid):
+        raise ConfigError(
+            f"{path}: belongs to user {found.st_uid}, neither to root nor to {name}: name another"
+            " folder, --run-as that user, or give it with chown"
+        )
 
 
 def become(name: str) -> dict[str, Any]:

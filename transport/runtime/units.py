@@ -12,6 +12,7 @@ What always holds:
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Final
 
 from transport.errors import ConfigError
@@ -83,6 +84,23 @@ def parse_rate_bits_per_s(value: str | float, name: str = "rate") -> float:
             f"write e.g. '50Mbit/s' or '6MB/s'"
         )
     return 0.0
+
+
+def ranges_text(numbers: Iterable[int], most: int = 8) -> str:
+    """Whole numbers for people: ``0, 3-5, 9``; of more than ``most`` ranges the first and the
+    last, and how many are between."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in found]
+    if len(found) > most:
+        cut = found[1 : len(found) - most + 2]
+        between = sum(b - a + 1 for a, b in cut)
+        texts = [texts[0], f"({between} between)", *texts[len(found) - most + 2 :]]
+    return ", ".join(texts) or "none"
 
 
 def _parse(
