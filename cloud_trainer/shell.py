@@ -38,7 +38,6 @@ from transport.messages import (
     Body,
     ChunkRequest,
     Goodbye,
-    GroupDrift,
     GroupUnusable,
     Message,
     Plane,
@@ -67,12 +66,8 @@ class _Loaded(NamedTuple):
     weights: Tensors
 
 
-class _Stepped(NamedTuple):
-    metrics: dict[str, float]
-    drifts: tuple[GroupDrift, ...]
-    moved: float | None
-    weights: Tensors
-    non_finite: str | None
+_Stepped = tuple[on.StepFinished, Tensors, str | None]
+"""With the name of a tensor that is not finite, if there is one."""
 
 
 class TrainerShell:
@@ -296,25 +291,23 @@ class TrainerShell:
             model = self._model()
             metrics = model.step(groups)
             weights = model.published_state()
-            return _Stepped(
-                metrics, model.drifts(), model.moved(), weights, first_non_finite(weights)
+            odd = first_non_finite(weights)
+            found = on.StepFinished(
+                step=order.step,
+                metrics=metrics,
+                finite=odd is None,
+                drifts=model.drifts(),
+                moved=model.moved(),
             )
+            return found, weights, odd
 
         def done(stepped: _Stepped) -> None:
-            finite = stepped.non_finite is None
-            if finite and self._publisher is not None:
-                self._publisher.capture(order.step, stepped.weights)
+            found, weights, odd = stepped
+            if odd is None and self._publisher is not None:
+                self._publisher.capture(order.step, weights)
             else:
-                _log.error("step.non_finite", step=order.step, tensor=stepped.non_finite)
-            self._feed(
-                on.StepFinished(
-                    step=order.step,
-                    metrics=stepped.metrics,
-                    finite=finite,
-                    drifts=stepped.drifts,
-                    moved=stepped.moved,
-                )
-            )
+                _log.error("step.non_finite", step=order.step, tensor=odd)
+            self._feed(found)
 
         self._workers.hand_over("model", step, done)
 

@@ -38,12 +38,6 @@ def record_steps(ctx: Context, policy: Policy, *, everything: bool = False) -> N
             policy.last_step = pending.status
         ctx.tables.touch(policy)
         ctx.effects.append(RecordStep(policy.run, pending.status, pending.metrics))
-    last = policy.last_step
-    if last is not None and last.full_bytes is None:  # recorded before its version was stored
-        node = tree.nodes.get(last.version)
-        if node is not None and node.stored:
-            policy.last_step = _with_size(last, node)
-            ctx.tables.touch(policy)
 
 
 def status_of(ctx: Context, policy: Policy, message: StepReport) -> StepStatus:

@@ -145,7 +145,7 @@ def test_runs_come_before_the_map_which_is_there_only_with_a_site(browser, deplo
         titles = page.locator("main .card:visible h2").all_text_contents()
         assert titles.index("Runs") < titles.index("Sites")
         shown = """async ([labels]) => {
-          const { Overview } = await import(new URL("overview.js", document.baseURI));
+          const { Overview } = await import(new URL("assets/overview.js", document.baseURI));
           const agent = { name: "a", state: "ready", slots: 1, rtt_s: null, labels };
           const view = new Overview({ about: {}, tokens: () => 0,
             status: { agents: [agent], runs: [], demand: [], uptime_s: 1 } });

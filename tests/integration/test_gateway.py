@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import time
 
 import msgspec
 import pytest
@@ -17,6 +16,7 @@ from scheduler.gateway.routes import ROUTES, openapi
 from transport.keys import trainer_name
 from transport.messages import JobReceipts, Plane, Results, VersionServing
 from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
+from transport.runtime.clock import SystemClock
 from transport.status import SchedulerStatus
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -212,13 +212,13 @@ async def test_events_by_page_by_waiting_and_by_stream(world):
         assert (first["subject"], first["what"]) == ("a", "ordered to cordon")
         assert first["facts"] == {"by": "gateway/http:ops", "reason": "maintenance"}
         [(number, told)] = await read_events(stream, "transition")
-        assert abs(told.pop("wall_s") - time.time()) < 60.0
+        assert abs(told.pop("wall_s") - SystemClock().wall_s()) < 60.0
         assert (number, told) == (first["number"], first)
         # One that was away goes on after what it heard last; another subject's events are not its.
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(page["last"])}
         async with viewer.get("/v1/events", headers=headers) as again:
             [(number, told)] = await read_events(again, "transition")
-            assert abs(told.pop("wall_s") - time.time()) < 60.0
+            assert abs(told.pop("wall_s") - SystemClock().wall_s()) < 60.0
             assert (number, told) == (first["number"], first)
         async with viewer.get("/v1/events?subject=b", headers=headers) as others:
             assert (await said(operator, "POST", "/v1/agents/a/uncordon"))[0] == 200
