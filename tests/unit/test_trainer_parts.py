@@ -278,7 +278,7 @@ def test_incarnations_grow_with_every_start_and_also_after_the_folder_was_lost(
     clock.set_wall(10.0)
     numbers.append(home.start(clock).incarnation)
     home.release()
-    assert numbers == [1000, 1001, 1002, 1003]
+    assert numbers == [1_000_000, 1_000_001, 1_000_002, 1_000_003]
     clock.set_wall(2000.0)
     home = TrainerHome(tmp_path / "b", keep_checkpoints=1)
     assert home.start(clock).incarnation == 2000
