@@ -281,7 +281,7 @@ def test_incarnations_grow_with_every_start_and_also_after_the_folder_was_lost(
     assert numbers == [1_000_000, 1_000_001, 1_000_002, 1_000_003]
     clock.set_wall(2000.0)
     home = TrainerHome(tmp_path / "b", keep_checkpoints=1)
-    assert home.start(clock).incarnation == 2000
+    assert home.start(clock).incarnation == 2_000_000
     home.release()
 
 
