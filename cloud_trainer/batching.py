@@ -27,12 +27,10 @@ from numpy.typing import NDArray
 from cloud_trainer.advantages import Values, batch_advantages, overlong_reward
 from cloud_trainer.torch_settings import TorchSettings
 from cloud_trainer.trainer import TrainingSequence
+from transport.summaries import MAX_LOGPROB
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
-
-_MAX_LOGPROB = 1e-3
-"""Above zero by more than rounding: not a log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +214,7 @@ def _well_formed(sequence: TrainingSequence, vocabulary: int) -> bool:
         and len(sequence.logprobs) == length == len(sequence.loss_mask)
         and math.isfinite(sequence.reward)
         and all(math.isfinite(logprob) for logprob in sequence.logprobs)
-        and max(sequence.logprobs, default=0.0) <= _MAX_LOGPROB
+        and max(sequence.logprobs, default=0.0) <= MAX_LOGPROB
         and min(min(sequence.prompt_tokens), min(sequence.tokens, default=0)) >= 0
         and max(max(sequence.prompt_tokens), max(sequence.tokens, default=0)) < vocabulary
     )

@@ -11,11 +11,8 @@ from typing import NamedTuple
 from cloud_trainer.core.events import BodyChecked
 from cloud_trainer.trainer import TrainingSequence
 from transport.errors import IntegrityError, ProtocolError
-from transport.summaries import MAX_SEQUENCES
+from transport.summaries import MAX_GROUP_TOKENS, MAX_SEQUENCES
 from transport.trajectory import TrajectoryGroup, body_digest, expand, unpack
-
-MAX_GROUP_TOKENS = 2**23
-"""Of all siblings of a group, each with its prompt."""
 
 MAX_SEQUENCE_TOKENS = 2**20
 """When the run does not say."""

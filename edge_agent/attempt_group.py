@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from edge_agent.rollouts import MalformedWorkflow, Rollout, record_of
+from edge_agent.rollouts import MalformedWorkflow, Rollout, check_reward, record_of
 from transport.messages import LeaseOffer
 from transport.runs import MAX_TURNS
-from transport.summaries import MAX_SEQUENCES
+from transport.summaries import MAX_GROUP_TOKENS, MAX_SEQUENCES
 from transport.trajectory import TrajectoryGroup
 
 
@@ -25,6 +25,8 @@ def group_of(
     policies = tuple(sorted(set(offer.policies.values())))
     index = {policy: number for number, policy in enumerate(policies)}
     prompts: dict[tuple[int, ...], int] = {}
+    for reward in rewards:
+        check_reward(reward)
     try:
         for rollout in rollouts:
             prompts.setdefault(tuple(rollout.prompt_tokens), len(prompts))
@@ -40,6 +42,12 @@ def group_of(
         raise MalformedWorkflow(
             f"returned a sequence of {longest} tokens, with what was observed; a run allows"
             f" {MAX_TURNS} x max_new_tokens {offer.max_new_tokens}"
+        )
+    tokens = sum(len(r.prompt_tokens) for r in rollouts) + sum(len(s.tokens) for s in sequences)
+    if tokens > MAX_GROUP_TOKENS:
+        raise MalformedWorkflow(
+            f"returned {tokens} tokens, each sequence with its prompt; a group has room for"
+            f" {MAX_GROUP_TOKENS}; lower group_size or max_new_tokens, or shorten prompts"
         )
     return TrajectoryGroup(
         job=offer.job,

@@ -17,21 +17,22 @@ import structlog
 
 from edge_agent.attempt_group import group_of
 from edge_agent.chat_endpoint import AttemptChats, ChatEndpoint
-from edge_agent.containment import Containment
+from edge_agent.containment import Containment, LoopStalled, WorkflowStalled
 from edge_agent.core.effects import RunAttempt
 from edge_agent.core.events import AttemptCrashed, Event, GroupGenerated, GroupSpooled
 from edge_agent.engine import Engine
 from edge_agent.recheck import rechecked
 from edge_agent.rewards import RewardPool
-from edge_agent.rollouts import Rollout, checked
+from edge_agent.rollouts import MalformedWorkflow, Rollout, checked
 from edge_agent.spool import Spool
 from edge_agent.turns import Keeper, TurnsOfAttempt
 from edge_agent.workflow import GenerationTime, Workflow, WorkflowContext
-from transport.errors import FarflowError, SizeLimitExceeded
+from transport.errors import FarflowError, LocalProtocolError
 from transport.ids import Fence
 from transport.messages import GroupSummary, Item, LeaseOffer
 from transport.runtime.clock import Clock
-from transport.summaries import MAX_PACKED_BYTES
+from transport.summaries import MAX_PACKED_BYTES, summary_fault
+from transport.texts import cut, said, told
 from transport.trajectory import TrajectoryGroup, pack, summarise
 
 UNWIND_S: Final = 5.0
@@ -106,6 +107,11 @@ class AttemptRunner:
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Names of the attempts under way."""
+        return tuple(name for name, _ in self._tasks)
+
     def abort(self, attempt: str, fence: Fence) -> None:
         """Stop an attempt; harmless when it is over."""
         key = (attempt, fence)
@@ -114,7 +120,7 @@ class AttemptRunner:
             task.cancel()
 
     async def close(self) -> None:
-        """Abort everything, also what workflows left behind; writes under way are finished."""
+        """Abort everything; writes under way are finished."""
         tasks = list(self._tasks.values())
         for name, fence in list(self._tasks):
             self.abort(name, fence)
@@ -135,12 +141,15 @@ class AttemptRunner:
                 self._store, group, fence, effect.queued_s, generation_time.total_s
             )
         except FarflowError as error:
-            _log.warning("attempt.failed", attempt=name, code=error.code, reason=str(error))
+            _log.warning("attempt.failed", attempt=name, code=error.code, reason=cut(said(error)))
             self._crashed(key, error)
+            return
+        except LoopStalled:  # in what a workflow returned, which is looked at out here
+            self._crashed(key, WorkflowStalled())
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this attempt only
             _log.exception("attempt.error", attempt=name)
-            self._crashed(key, AttemptFailed(f"{type(error).__name__}: {error}"))
+            self._crashed(key, AttemptFailed(told(error)))
             return
         finally:
             self._storing.discard(key)
@@ -149,7 +158,8 @@ class AttemptRunner:
 
     def _crashed(self, key: Key, error: FarflowError) -> None:
         name, fence = key
-        self._feed(AttemptCrashed(attempt=name, fence=fence, code=error.code, detail=str(error)))
+        detail = cut(said(error))
+        self._feed(AttemptCrashed(attempt=name, fence=fence, code=error.code, detail=detail))
 
     async def _produced(
         self, offer: LeaseOffer, generation_time: GenerationTime
@@ -210,6 +220,10 @@ class AttemptRunner:
         finally:
             chats.close()
             await contained.end(tasks, self._unwind_s)
+            left = len(contained.tasks())
+            if left:
+                _log.info("workflow.left_tasks", attempt=offer.attempt, tasks=left)
+            await contained.finish(self._unwind_s)
             if contained.stuck:
                 self._ran_away(offer)
         # What is scored in an evaluation is one rollout per sibling, whatever training gets.
@@ -244,13 +258,19 @@ class AttemptRunner:
         self, group: TrajectoryGroup, fence: Fence, queued_s: float, generating_s: float
     ) -> GroupSummary:
         """Blocks: compresses, hashes, writes and syncs."""
-        body = pack(group)
+        try:
+            body = pack(group)
+        except LocalProtocolError as error:
+            raise MalformedWorkflow(f"returned what cannot be packed: {error}") from error
         if len(body) > MAX_PACKED_BYTES:
-            raise SizeLimitExceeded(
+            raise MalformedWorkflow(
                 f"the packed group has {len(body)} bytes, at most {MAX_PACKED_BYTES} are taken; "
                 "lower group_size or max_new_tokens"
             )
         summary = summarise(group, body, fence=fence, queued_s=queued_s, generating_s=generating_s)
+        fault = summary_fault(summary)
+        if fault:  # the scheduler's own rules, whose breach would be evidence against the agent
+            raise MalformedWorkflow(f"returned what the scheduler would refuse: {fault}")
         self._spool.put(summary, body)
         return summary
 
@@ -270,4 +290,4 @@ def _raise_if_failed(task: "asyncio.Future[Sequence[Rollout]]") -> None:
     if isinstance(error, FarflowError):
         raise error
     if error is not None:
-        raise WorkflowFailed(f"{type(error).__name__}: {error}") from error
+        raise WorkflowFailed(told(error)) from error

@@ -8,7 +8,6 @@ record (``chat_record``) before the program hears of it.
 
 import asyncio
 import hmac
-import math
 import secrets
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -28,6 +27,7 @@ from edge_agent.chat_requests import (
 from edge_agent.chat_tools import tool_calls
 from edge_agent.rollouts import Generated, Rollout
 from transport.errors import GenerationFailed
+from transport.messages import MAX_FINITE
 from transport.runs import MAX_TURNS
 
 if TYPE_CHECKING:
@@ -112,10 +112,11 @@ class ChatSession:
             _log.info("chat.cuts", session=self.id, calls=self._calls, **self._record.cuts)
 
     def post_reward(self, reward: float) -> None:
-        """Raises ChatRefused for a second one, or one that is no finite number."""
+        """Raises ChatRefused for a second one, or one that is no number within ``MAX_FINITE``."""
         self._check_open()
-        if not math.isfinite(reward):
-            raise ChatRefused(400, "invalid_value", f"reward: {reward} is not finite", "reward")
+        if not -MAX_FINITE <= reward <= MAX_FINITE:
+            text = f"reward: {reward} is not between {-MAX_FINITE:g} and {MAX_FINITE:g}"
+            raise ChatRefused(400, "invalid_value", text, "reward")
         if self.reward is not None:
             raise ChatRefused(409, "reward_posted", "this rollout has its reward already")
         self.reward = reward

@@ -111,6 +111,8 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     some cells of the engine are compared with it (0: never); ``workflows`` are extra
     ``module:function`` references that this agent offers beside the shipped ones, and so are
     ``programs``;
+    a workflow that blocks the whole agent for ``stall_s`` is interrupted, and if that does not
+    help the agent ends and is started again;
     ``price_usd_hour`` is what the box costs, ``egress_usd_gb`` what a gigabyte (10^9 bytes) costs
     that leaves it (0: unknown or free), for budgets and for ties between agents; with
     ``token_file`` the agent enrols itself at its first start, and takes key, host and ports from
@@ -138,6 +140,7 @@ class AgentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     download_window_bytes: Bytes = 64 * 2**20
     reward_timeout_s: PositiveSeconds = 30.0
     attempt_timeout_s: PositiveSeconds = 3600.0
+    stall_s: Annotated[float, Meta(ge=1.0, le=3600.0)] = 30.0
     drain_s: Seconds = 30.0
     metrics_port: Port = 0
     fake: FakeEngineTable = FakeEngineTable()

@@ -4,9 +4,11 @@
 only if its coroutine lets the CancelledError through. A contained coroutine is stepped by one of
 ours, so neither is up to it.
 
-What always holds: SystemExit and KeyboardInterrupt become ``WorkflowExit``; a coroutine that is
-given up is closed where it waits, and, if it resists even that, never stepped again. The same goes
-for every task that a contained coroutine creates, save inside ``ours``.
+What always holds: SystemExit and KeyboardInterrupt become ``WorkflowExit``, and the ``LoopStalled``
+that ``edge_agent.watchdog`` raises in what blocks the loop becomes ``WorkflowStalled``; a coroutine
+that is given up is closed where it waits, and, if it resists even that, never stepped again. The
+same goes for every task that a contained coroutine creates, save inside ``ours``; ``finish`` leaves
+none.
 
 A real Ctrl-C or SIGTERM is a callback of the loop (``transport.runtime.shutdown``) and never raised
 in a task, so it is not caught here.
@@ -20,6 +22,7 @@ from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 from transport.errors import FarflowError
+from transport.texts import told
 
 T = TypeVar("T")
 
@@ -33,6 +36,31 @@ class WorkflowExit(FarflowError):
     """A workflow asked for the end of the process; only its attempt ends."""
 
     code = "workflow.exit"
+
+
+class WorkflowStalled(FarflowError):
+    """A workflow kept the agent's event loop to itself."""
+
+    code = "workflow.stalled"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "it did not await for longer than agent.stall_s, while nothing else of the agent could "
+            "run: await, or call what takes long with asyncio.to_thread"
+        )
+
+
+class LoopStalled(BaseException):
+    """Raised from another thread in the code that blocks the loop."""
+
+
+class _Count:
+    stalls = 0
+
+
+def stalls_ended() -> int:
+    """How many steps of contained coroutines ended by ``LoopStalled`` in this process."""
+    return _Count.stalls
 
 
 class Containment:
@@ -72,6 +100,12 @@ class Containment:
         for task in tasks:
             if task.done() and not task.cancelled():
                 task.exception()  # looked at, so that asyncio does not tell of it
+
+    async def finish(self, within_s: float) -> None:
+        """Ends whatever is still in here, as ``end`` does; what begins in here later never runs."""
+        if not self._given_up:
+            await self.end(self.tasks(), within_s)
+        self._give_up()
 
     def tasks(self) -> list["asyncio.Task[Any]"]:
         """What still runs, also what contained coroutines started and left behind."""
@@ -160,14 +194,14 @@ class _Stepped(Generator[Any, Any, T]):
         self._stop_if_given_up()
         try:
             return self._coroutine.send(value)
-        except (SystemExit, KeyboardInterrupt) as error:
+        except (SystemExit, KeyboardInterrupt, LoopStalled) as error:
             raise _as_failure(error) from error
 
     def throw(self, *thrown: Any) -> Any:
         self._stop_if_given_up()
         try:
             return self._coroutine.throw(*thrown)
-        except (SystemExit, KeyboardInterrupt) as error:
+        except (SystemExit, KeyboardInterrupt, LoopStalled) as error:
             raise _as_failure(error) from error
 
     def close(self) -> None:
@@ -186,8 +220,16 @@ class _Stepped(Generator[Any, Any, T]):
             raise asyncio.CancelledError
 
 
-def _as_failure(error: BaseException) -> WorkflowExit:
-    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+STEPS: Final = frozenset(
+    step.__code__ for step in (_Stepped.send, _Stepped.throw, _Stepped.close, _Stepped.discard)
+)
+"""A frame of one of these on a stack: a contained coroutine runs above it."""
+
+
+def _as_failure(error: BaseException) -> FarflowError:
+    if isinstance(error, LoopStalled):
+        _Count.stalls += 1
+        return WorkflowStalled()
     return WorkflowExit(
-        f"{said}: a workflow cannot end the agent; raise another error to fail the attempt"
+        f"{told(error)}: a workflow cannot end the agent; raise another error to fail the attempt"
     )

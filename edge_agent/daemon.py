@@ -2,7 +2,8 @@
 
 Exit status: 0 asked to stop (work finished or handed back within ``drain_s``, or the time that the
 order or ``farflow agent drain`` gave), 1 refused by the
-scheduler or failed, 78 (from the command line) wrong configuration.
+scheduler or failed, 75 a workflow blocked it (``edge_agent.watchdog``), 78 (from the command line)
+wrong configuration.
 """
 
 import asyncio
@@ -15,8 +16,10 @@ from edge_agent.config import AgentConfig
 from edge_agent.engine import Engine
 from edge_agent.enrol import enrolled_config
 from edge_agent.home import AgentHome
+from edge_agent.program_marks import ProgramMarks
 from edge_agent.sandbox import probe_sandbox
 from edge_agent.shell import AgentShell
+from edge_agent.watchdog import Watchdog
 from transport.errors import ConfigError
 from transport.keys import KeyPair
 from transport.links import Network
@@ -98,6 +101,8 @@ async def run_daemon(
         folder = await asyncio.to_thread(private_dir, Path(config.agent.folder))
         with lock_folder(folder), LogRing() as log_ring:
             home = await asyncio.to_thread(AgentHome, folder, config, clock.wall_s())
+            marks = ProgramMarks(folder)
+            await asyncio.to_thread(marks.end_all)  # what an earlier life left
             engine = engines(config, clock)
             await probe_sandbox()
             await engine.start()
@@ -124,11 +129,14 @@ async def run_daemon(
                         log_ring,
                     )
                     on_ready({"ready": True, "ports": {}, "agent": key.name})
-                    return await shell.run(stop)
+                    modules = {name.partition(":")[0] for name in config.agent.workflows}
+                    with Watchdog(config.agent.stall_s, modules=modules, before_exit=marks.end_all):
+                        return await shell.run(stop)
                 finally:
                     await links.close()
             finally:
                 await engine.close()
+                await asyncio.to_thread(marks.end_all)
     finally:
         if own_network:
             await network.close()

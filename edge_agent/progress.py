@@ -13,9 +13,10 @@ import msgspec
 from edge_agent.attempt_group import group_of
 from edge_agent.core.attempts import pins_of
 from edge_agent.engine import Completion, Engine
+from edge_agent.rollouts import check_rollout
 from edge_agent.workflow import Generated, MalformedWorkflow, Observed, Rollout, Sibling
 from transport.errors import FarflowError
-from transport.messages import LeaseOffer
+from transport.messages import MAX_COUNT, LeaseOffer
 from transport.partials import Partial, PartialPart, PartialSibling, unpack_partial
 from transport.trajectory import SequenceRecord, body_digest, expand
 
@@ -37,6 +38,11 @@ def partial_of(offer: LeaseOffer, code: str, standing: Standing) -> Partial:
     """
     pairs = [(item, sibling) for item in sorted(standing) for sibling in standing[item]]
     rollouts = [sibling.rollout for _, sibling in pairs]
+    for rollout in rollouts:
+        check_rollout(rollout)
+    turns = [sibling.turns for _, sibling in pairs]
+    if set(map(type, turns)) - {int} or not 0 <= min(turns, default=0) <= sum(turns) <= MAX_COUNT:
+        raise MalformedWorkflow("a sibling's turns are no number of turns")
     group = group_of(offer, rollouts, [rollout.reward or 0.0 for rollout in rollouts])
     index = {policy: number for number, policy in enumerate(group.policies)}
     return Partial(

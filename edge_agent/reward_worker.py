@@ -10,7 +10,6 @@ in, a ``ScoreReply`` goes out.
 
 import ctypes
 import json
-import math
 import os
 import signal
 import sys
@@ -21,7 +20,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from transport.errors import RewardError
-from transport.messages import Item, RewardSpec
+from transport.messages import MAX_FINITE, Item, RewardSpec
+from transport.texts import cut, told
 
 MAX_FRAME_BYTES = 64 * 2**20
 SIZE_BYTES = 4
@@ -89,7 +89,7 @@ def score_one(spec: RewardSpec, item: Item, response: str) -> float:
     """The reward of one response.
 
     Raises:
-        RewardError: the verifier failed or gave no finite number; names verifier and item.
+        RewardError: the verifier failed or gave no number within ``MAX_FINITE``; names both.
     """
     try:
         match spec.name:
@@ -103,9 +103,12 @@ def score_one(spec: RewardSpec, item: Item, response: str) -> float:
                 raise RewardError(f"code, item {item.index}: is scored in sandboxes")
     except _VERIFIER_ERRORS as error:
         where = f"{spec.name} {spec.dataset}".strip()
-        raise RewardError(f"{where}, item {item.index}: {type(error).__name__}: {error}") from error
-    if not math.isfinite(reward):
-        raise RewardError(f"{spec.name} {spec.dataset}, item {item.index}: gave {reward}")
+        raise RewardError(f"{where}, item {item.index}: {told(error)}") from error
+    if not -MAX_FINITE <= reward <= MAX_FINITE:
+        raise RewardError(
+            f"{spec.name} {spec.dataset}, item {item.index}: gave {reward}, not a number between"
+            f" {-MAX_FINITE:g} and {MAX_FINITE:g}"
+        )
     return reward
 
 
@@ -116,7 +119,7 @@ def answer(request: ScoreRequest) -> ScoreReply:
             rewards=tuple(score_one(request.spec, item, text) for item, text in request.pairs)
         )
     except RewardError as error:
-        return ScoreReply(error=str(error))
+        return ScoreReply(error=cut(str(error)))
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:

@@ -1,10 +1,11 @@
 """Rewards from verifiers that may hang or crash without harming the agent.
 
-What always holds: a reward is the verifier's own finite number or there is an error with a stable
-code, never a 0 in its place; a verifier runs in a process of its own (plain comparison excepted)
-which is killed, with all that it started, when it takes longer than the time limit and started anew
-for the next request; at most ``workers`` such processes exist, started when first needed. The
-reward ``code`` has no process for itself: it is the sandboxes' own time limits that bound it.
+What always holds: a reward is the verifier's own number within ``MAX_FINITE`` or there is an error
+with a stable code, never a 0 in its place; a verifier runs in a process of its own (plain
+comparison excepted) which is killed, with all that it started, when it takes longer than the time
+limit and started anew for the next request; at most ``workers`` such processes exist, started when
+first needed. The reward ``code`` has no process for itself: it is the sandboxes' own time limits
+that bound it.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import msgspec
 import structlog
 
 from edge_agent.code_reward import code_rewards, surely_lower
+from edge_agent.program_marks import MARK, ProgramMarks
 from edge_agent.reward_worker import (
     MAX_FRAME_BYTES,
     SIZE_BYTES,
@@ -28,7 +30,7 @@ from edge_agent.reward_worker import (
 )
 from edge_agent.sandbox import sandbox_works
 from transport.errors import RewardError
-from transport.messages import Item, RewardSpec
+from transport.messages import MAX_FINITE, Item, RewardSpec
 from transport.runs import CodeReward
 from transport.runtime.commands import Talk, start_talk
 from transport.runtime.processes import child_environment
@@ -72,19 +74,22 @@ def available_rewards() -> tuple[str, ...]:
 class _Worker:
     """One verifier process."""
 
-    def __init__(self, process: Talk) -> None:
+    def __init__(self, process: Talk, marks: ProgramMarks, mark: str) -> None:
         self._process = process
+        self._marks = marks
+        self._mark = mark
         self._last_words: deque[str] = deque(maxlen=_STDERR_LINES)
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
-    async def start(cls, command: Sequence[str]) -> "_Worker":
+    async def start(cls, command: Sequence[str], marks: ProgramMarks) -> "_Worker":
+        mark = marks.new()
         try:
-            process = await start_talk(command, environment=child_environment())
+            process = await start_talk(command, environment=child_environment({MARK: mark}))
         except OSError as error:
             raise RewardCrashed(f"cannot start a verifier process: {error}") from error
         _log.info("reward.worker_started", pid=process.pid)
-        return cls(process)
+        return cls(process, marks, mark)
 
     async def ask(self, request: bytes) -> ScoreReply:
         """Raises RewardCrashed when the process ends or says nonsense."""
@@ -109,6 +114,7 @@ class _Worker:
 
     async def kill(self) -> None:
         await self._process.end()
+        await self._marks.end(self._mark)
         await self._listening
 
     async def _end(self) -> None:
@@ -130,11 +136,18 @@ class _Worker:
 
 
 class RewardPool:
-    """Scores batches of responses. ``command`` starts a verifier process (tests have their own)."""
+    """Scores batches of responses. ``command`` starts a verifier process (tests have their own);
+    ``marks`` are the agent's."""
 
     def __init__(
-        self, timeout_s: float, *, workers: int = WORKERS, command: Sequence[str] = _WORKER
+        self,
+        timeout_s: float,
+        *,
+        workers: int = WORKERS,
+        command: Sequence[str] = _WORKER,
+        marks: ProgramMarks | None = None,
     ) -> None:
+        self._marks = marks or ProgramMarks()
         self._timeout_s = timeout_s
         self._command = tuple(command)
         self._permits = asyncio.Semaphore(workers)
@@ -156,11 +169,13 @@ class RewardPool:
         if spec.name == "exact":
             reply = answer(request)
         else:
-            reply = await self._ask(msgspec.msgpack.encode(request))
+            reply = await self._ask(_encoded(request))
         if reply.error:
             raise RewardFailed(reply.error)
         if len(reply.rewards) != len(request.pairs):
             raise RewardCrashed(f"{len(reply.rewards)} rewards for {len(request.pairs)} responses")
+        if not all(-MAX_FINITE <= reward <= MAX_FINITE for reward in reply.rewards):
+            raise RewardFailed(f"the verifier gave a reward beyond {MAX_FINITE:g}, or no number")
         return list(reply.rewards)
 
     async def score_again(
@@ -178,11 +193,14 @@ class RewardPool:
             await worker.kill()
         self._idle.clear()
 
+    async def _started(self) -> _Worker:
+        return await _Worker.start(self._command, self._marks)
+
     async def _ask(self, request: bytes) -> ScoreReply:
         if len(request) > MAX_FRAME_BYTES:
             raise RewardFailed(f"{len(request)} bytes to score are over {MAX_FRAME_BYTES}")
         async with self._permits:
-            worker = self._idle.pop() if self._idle else await _Worker.start(self._command)
+            worker = self._idle.pop() if self._idle else await self._started()
             self._busy.add(worker)
             reusable = False
             try:
@@ -199,3 +217,10 @@ class RewardPool:
                 else:
                     # Also when we are cancelled: its late answer would belong to nobody.
                     await asyncio.shield(worker.kill())
+
+
+def _encoded(request: ScoreRequest) -> bytes:
+    try:
+        return msgspec.msgpack.encode(request)
+    except (TypeError, ValueError) as error:
+        raise RewardFailed(f"a response cannot be sent to the verifier: {error}") from error

@@ -3,10 +3,10 @@
 What always holds: every token of a rollout says which policy and version drew it, or that none did;
 a workflow's result is exactly as many well-formed rollouts as it promised, or it is malformed as a
 whole: each has a prompt, at least one token that some policy drew, and nothing that was drawn after
-other tokens than those before it.
+other tokens than those before it. Types and bounds of every field are what the scheduler and the
+trainer take (``transport.summaries``): there, a fault would count as evidence against the agent.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -15,10 +15,13 @@ import numpy as np
 
 from edge_agent.engine import Completion
 from transport.errors import FarflowError
-from transport.messages import Item
+from transport.messages import MAX_COUNT, MAX_FINITE, Item
+from transport.summaries import MAX_FINISH_REASON, MAX_LOGPROB, MAX_TOKEN
+from transport.texts import cut, shown
 from transport.trajectory import SequenceRecord, run_length
 
 _NO_POLICY: Final = -1
+_ODD: Final = "returned a rollout that does not add up"
 
 
 class MalformedWorkflow(FarflowError):
@@ -107,33 +110,107 @@ def checked(returned: object, item: Item, group_size: int, rollouts: int = 1) ->
             asked = f"{rollouts} for each of {group_size} siblings were asked for"
         raise MalformedWorkflow(f"returned {len(returned)} rollouts for item {item.index}, {asked}")
     for rollout in returned:
-        try:
-            _check(rollout)
-        except (AttributeError, TypeError) as error:
-            raise MalformedWorkflow(f"returned a rollout that does not add up: {error}") from error
+        check_rollout(rollout)
     return list(returned)
+
+
+def check_rollout(rollout: object) -> None:
+    """Raises MalformedWorkflow unless a rollout can be packed, sent and learnt from."""
+    try:
+        _check(rollout)
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise MalformedWorkflow(f"{_ODD}: {error}") from error
 
 
 def _check(rollout: object) -> None:
     if not isinstance(rollout, Rollout):
         raise MalformedWorkflow(f"returned a {type(rollout).__name__} among its rollouts")
     if not isinstance(rollout.parts, (list, tuple)):
-        raise MalformedWorkflow(f"returned a rollout with the parts {rollout.parts!r:.80}")
+        raise MalformedWorkflow(
+            f"returned a rollout with the parts {cut(shown(rollout.parts), 80)}"
+        )
     if not any(isinstance(part, Generated) and part.tokens for part in rollout.parts):
         raise MalformedWorkflow("returned a rollout in which no policy generated anything")
     if not rollout.prompt_tokens:
         raise MalformedWorkflow("returned a rollout without a prompt: nothing can be learnt there")
-    reward = rollout.reward
-    if reward is not None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
-        raise MalformedWorkflow(f"returned the reward {reward!r}")
+    if rollout.reward is not None:
+        check_reward(rollout.reward)
+    _check_text("text", rollout.text)
+    _check_text("finish_reason", rollout.finish_reason, MAX_FINISH_REASON)
+    _check_integers("prompt_tokens", rollout.prompt_tokens, MAX_TOKEN)
     before = tuple(rollout.prompt_tokens)
     for number, part in enumerate(rollout.parts, 1):
+        _check_part(f"part {number}", part)
         if isinstance(part, Generated) and tuple(part.prompt_tokens) != before:
             raise MalformedWorkflow(
-                f"returned a rollout that does not add up: part {number} was drawn after other"
+                f"{_ODD}: part {number} was drawn after other"
                 " tokens than the prompt and the parts before it, so nothing can be learnt from it"
             )
         before += tuple(part.tokens)
+
+
+def check_reward(reward: object) -> None:
+    """Raises MalformedWorkflow unless it is a number that everybody on the way can compute with."""
+    if not isinstance(reward, (int, float)) or not -MAX_FINITE <= reward <= MAX_FINITE:
+        raise MalformedWorkflow(
+            f"returned the reward {cut(shown(reward), 80)}; a reward is a number between"
+            f" {-MAX_FINITE:g} and {MAX_FINITE:g}"
+        )
+
+
+def _check_part(name: str, part: object) -> None:
+    if isinstance(part, Observed):
+        _check_integers(f"{name}.tokens", part.tokens, MAX_TOKEN)
+        return
+    if not isinstance(part, Generated):
+        raise MalformedWorkflow(f"{_ODD}: {name} is a {type(part).__name__}")
+    drawn = part.completion
+    if not isinstance(part.policy, str):
+        raise MalformedWorkflow(f"{_ODD}: {name}.policy is a {type(part.policy).__name__}")
+    _check_integers(f"{name}.prompt_tokens", part.prompt_tokens, MAX_TOKEN)
+    _check_integers(f"{name}.tokens", drawn.tokens, MAX_TOKEN)
+    _check_integers(f"{name}.versions", drawn.versions, MAX_COUNT)
+    types = set(map(type, drawn.logprobs))
+    if not all(issubclass(one, (float, int, np.floating)) for one in types):
+        raise MalformedWorkflow(f"{_ODD}: {name}.logprobs are not all numbers")
+    if not all(-MAX_FINITE <= logprob <= MAX_LOGPROB for logprob in drawn.logprobs):
+        raise MalformedWorkflow(
+            f"{_ODD}: {name}.logprobs are not all logarithms of probabilities (at most 0)"
+        )
+    counts = {len(drawn.tokens), len(drawn.logprobs), len(drawn.versions)}
+    if len(counts) > 1:
+        raise MalformedWorkflow(
+            f"{_ODD}: {name} has {len(drawn.tokens)} tokens, {len(drawn.logprobs)}"
+            f" log-probabilities and {len(drawn.versions)} versions"
+        )
+
+
+def _check_integers(name: str, values: object, most: int) -> None:
+    if not isinstance(values, (list, tuple)):
+        raise MalformedWorkflow(f"{_ODD}: {name} is a {type(values).__name__}, not a tuple")
+    if not values:
+        return
+    odd = set(map(type, values)) - {int}
+    if odd:
+        raise MalformedWorkflow(
+            f"{_ODD}: {name} has a {odd.pop().__name__} where plain int is wanted (of numpy's and"
+            " torch's arrays: .tolist())"
+        )
+    if min(values) < 0 or max(values) > most:
+        raise MalformedWorkflow(f"{_ODD}: {name} are not all within 0 and {most}")
+
+
+def _check_text(name: str, value: object, most: int | None = None) -> None:
+    if not isinstance(value, str):
+        raise MalformedWorkflow(f"{_ODD}: {name} is a {type(value).__name__}, not a str")
+    if most is not None and len(value) > most:
+        raise MalformedWorkflow(f"{_ODD}: {name} has {len(value)} characters, at most {most}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise MalformedWorkflow(
+            f"{_ODD}: {name}: {error}; decode bytes with errors='replace'"
+        ) from error
 
 
 def record_of(

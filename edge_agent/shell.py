@@ -2,13 +2,15 @@
 
 What always holds: nothing is decided here; the event loop waits for no disk, hash or model; effects
 are carried out in order, and an event that an effect causes at once is handled after the effects
-before it.
+before it; an error in handling one, wherever it was told from, ends the agent with that error
+(``edge_agent.life``).
 """
 
 import asyncio
+import contextlib
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import structlog
@@ -36,7 +38,6 @@ from edge_agent.core.effects import (
     VerifyWeights,
 )
 from edge_agent.core.events import (
-    DrainRequested,
     Event,
     FromScheduler,
     FromTrajectoryLog,
@@ -49,11 +50,12 @@ from edge_agent.core.events import (
     Tick,
 )
 from edge_agent.core.machine import AgentCore
-from edge_agent.draining import take_note
 from edge_agent.engine import Engine
 from edge_agent.gpu import GpuWatch
 from edge_agent.home import AgentHome
 from edge_agent.installation import build, core_settings
+from edge_agent.life import Life, drain_when_asked
+from edge_agent.program_marks import ProgramMarks
 from edge_agent.rewards import RewardPool
 from edge_agent.uploader import Uploader
 from edge_agent.weights_client import WeightsClient
@@ -82,7 +84,6 @@ from transport.permissions import unknown_to
 from transport.plane_links import PlaneLinks
 from transport.runtime.clock import Clock
 from transport.runtime.log_ring import LogRing
-from transport.runtime.shutdown import Stop
 from transport.source_links import ORIGIN, SourceLinks
 
 _LOG_BYTES = CONTROL_FRAME_BYTES - 16 * KIB
@@ -115,7 +116,8 @@ class AgentShell:
         log_ring: LogRing,
     ) -> None:
         workflows = {name: load_workflow(name) for name in (*SHIPPED, *config.agent.workflows)}
-        workflows |= offered_programs(config.agent.programs)
+        marks = ProgramMarks(home.folder)
+        workflows |= offered_programs(config.agent.programs, marks)
         self.core = AgentCore(
             core_settings(
                 config, workflows, slots=engine.slots, takes_adapters=engine.takes_adapters
@@ -134,7 +136,7 @@ class AgentShell:
         self._trust = home.trust
         self._process = home.process
         self._spool = home.spool
-        self._rewards = RewardPool(config.agent.reward_timeout_s)
+        self._rewards = RewardPool(config.agent.reward_timeout_s, marks=marks)
         self._uploader = Uploader(links, home.spool, self.feed)
         self._runner = AttemptRunner(
             engine,
@@ -146,7 +148,10 @@ class AgentShell:
             feed=self.feed,
             keeper=self._uploader.partials,
         )
-        self._sources = make_sources(self._chunk_arrived, self._source_changed)
+        self._sources = make_sources(
+            lambda source, chunk, payload: self._weights.arrived(source, chunk, payload),
+            lambda source, up: self._weights.source_changed(source, up),
+        )
         self._weights = WeightsClient(
             engine,
             home.copies,
@@ -166,43 +171,51 @@ class AgentShell:
         self._gpus = GpuWatch()
         self._metrics_port = config.agent.metrics_port
         self._tasks: asyncio.TaskGroup | None = None
-        self._outcome: asyncio.Future[Exit] | None = None
+        self._life: Life | None = None
 
     async def run(self, stop: asyncio.Event) -> int:
         """Until the core says ``Exit``; ``stop`` asks it to drain, and a ``Stop`` that is asked for
         again, to leave at once. Returns the exit status."""
-        outcome: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        self._outcome = outcome
+        life = self._life = Life(lambda: self._runner.running)
         _log.info("agent.started", incarnation=self.core.incarnation)
+        try:
+            ended = await self._live(life, stop)
+        except asyncio.CancelledError as error:
+            if (cancelled := life.why_cancelled()) is None:
+                raise
+            raise cancelled from error
+        finally:
+            self._handling = True  # also when we are cut off: nothing is handled any more
+            if self._timer is not None:
+                self._timer.cancel()
+        if isinstance(ended, Exception):
+            raise ended
+        _log.info("agent.ended", reason=ended.reason, status=ended.status)
+        return ended.status
+
+    async def _live(self, life: Life, stop: asyncio.Event) -> Exit | Exception:
+        """How it ended; an error out of a task of the group is raised, in a group."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            background = [
-                tasks.create_task(self._links.receive(Plane.CONTROL, self._from_scheduler)),
-                tasks.create_task(self._links.receive(Plane.TRAJECTORIES, self._from_log)),
-                tasks.create_task(self._links.receive(Plane.WEIGHTS, self._from_store)),
-                *(
-                    tasks.create_task(self._links.watch(plane, self._link_changed))
-                    for plane in WORK_PLANES
-                ),
-                tasks.create_task(self._uploader.run()),
-                tasks.create_task(self._sources.run()),
-                tasks.create_task(self._gpus.run()),
-                tasks.create_task(
-                    metrics.serve(self._metrics_port, self.core, self._engine, self._clock)
-                ),
-                tasks.create_task(self._drain_at(stop)),
-            ]
-            self._measure()
-            self.feed(Tick())
-            ended = await outcome
-            for task in background:
-                task.cancel()
+            parts = (
+                self._links.receive(Plane.CONTROL, self._from_scheduler),
+                self._links.receive(Plane.TRAJECTORIES, self._from_log),
+                self._links.receive(Plane.WEIGHTS, self._from_store),
+                *(self._links.watch(plane, self._link_changed) for plane in WORK_PLANES),
+                self._uploader.run(),
+                self._sources.run(),
+                self._gpus.run(),
+                metrics.serve(self._metrics_port, self.core, self._engine, self._clock),
+                drain_when_asked(stop, self._folder, self.feed),
+            )
+            life.watch([tasks.create_task(part) for part in parts])
+            self._on_timer()
+            ended = await life.ended()
             await self._runner.close()
             await self._weights.close()
             await self._sources.close()
             await self._rewards.close()
-        _log.info("agent.ended", reason=ended.reason, status=ended.status)
-        return ended.status
+        return ended
 
     def feed(self, event: Event) -> None:
         """Let the core handle an event and carry out what it wants."""
@@ -210,31 +223,26 @@ class AgentShell:
         if self._handling:
             return
         self._handling = True
-        try:
+        with self._fatal():
             while self._events:
                 for effect in self.core.handle(self._events.popleft(), self._clock.monotonic_s()):
                     self._perform(effect)
-        finally:
+            self._set_timer()
             self._handling = False
-        self._set_timer()
+
+    @contextlib.contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """An error inside ends the agent, in order: the event loop only logs what a callback of its
+        raises. No event is handled any more, as the core may be in the middle of one."""
+        try:
+            yield
+        except Exception as error:
+            self._handling = True
+            if self._life is None:
+                raise
+            self._life.fail(error)
 
     # ---- what happens ------------------------------------------------------------------------
-
-    async def _drain_at(self, stop: asyncio.Event) -> None:
-        """``farflow agent drain`` leaves a note before its signal: a second one only brings the end
-        forward, while a second plain SIGTERM is the end."""
-        await stop.wait()
-        note = await asyncio.to_thread(take_note, self._folder)
-        deadline_s = None if note is None else note.deadline_s
-        _log.info("agent.draining", deadline_s=deadline_s)
-        self.feed(DrainRequested(reason="stop requested", deadline_s=deadline_s))
-        while isinstance(stop, Stop):
-            await stop.again.wait()
-            stop.again.clear()
-            note = await asyncio.to_thread(take_note, self._folder)
-            deadline_s = 0.0 if note is None else note.deadline_s
-            _log.info("agent.asked_again", deadline_s=deadline_s)
-            self.feed(DrainRequested(reason="asked again", deadline_s=deadline_s))
 
     def _from_scheduler(self, message: Message, payload: list[bytes]) -> None:
         if isinstance(message, Welcome):
@@ -263,12 +271,6 @@ class AgentShell:
         else:
             self.feed(FromWeightStore(message=message))
 
-    def _chunk_arrived(self, source: SourceId, chunk: Chunk, payload: list[bytes]) -> None:
-        self._weights.arrived(source, chunk, payload)
-
-    def _source_changed(self, source: SourceId, up: bool) -> None:
-        self._weights.source_changed(source, up)
-
     def _link_changed(self, plane: Plane, up: bool) -> None:
         if plane is Plane.TRAJECTORIES:
             self._uploader.link_changed(up)
@@ -278,8 +280,9 @@ class AgentShell:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._measure()
-        self.feed(Tick())
+        with self._fatal():
+            self._measure()
+            self.feed(Tick())
 
     def _sequences_ended(self) -> None:
         """Whoever waits for a slot may have one: once for all that end in this turn of the loop."""
@@ -289,7 +292,8 @@ class AgentShell:
 
     def _look(self) -> None:
         self._looking = False
-        self._measure()
+        with self._fatal():
+            self._measure()
 
     def _measure(self) -> None:
         stats = self._engine.stats()
@@ -351,8 +355,8 @@ class AgentShell:
                 found = self._log_ring.recent(lines, run=run, max_bytes=_LOG_BYTES)
                 self._tell(AgentLog(request=request, lines=found))
             case Exit():
-                if self._outcome is not None and not self._outcome.done():
-                    self._outcome.set_result(effect)
+                if self._life is not None:
+                    self._life.end(effect)
             case _:
                 raise InvariantViolation(f"unknown effect {type(effect).__name__}")
 

@@ -18,6 +18,7 @@ from edge_agent.workflow import Sibling
 from transport.errors import FarflowError
 from transport.messages import LeaseOffer, PartialSummary
 from transport.partials import pack_partial, summarise_partial
+from transport.texts import told
 
 MIN_INTERVAL_S: Final = 0.25
 FETCH_S: Final = 15.0
@@ -105,9 +106,9 @@ class TurnsOfAttempt:
             self._changed.clear()
             try:
                 summary, data = await asyncio.to_thread(self._packed, dict(self._standing))
-            except (FarflowError, AttributeError, TypeError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001
                 # What the workflow says of itself is wrong, or too large: the attempt goes on.
-                _log.warning("attempt.turns_not_kept", reason=f"{type(error).__name__}: {error}")
+                _log.warning("attempt.turns_not_kept", reason=told(error))
             else:
                 keeper.keep(summary, data)
             await asyncio.sleep(MIN_INTERVAL_S)

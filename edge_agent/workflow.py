@@ -19,9 +19,10 @@ where an earlier attempt had got to, if it got anywhere: see ``edge_agent.workfl
 """
 
 import asyncio
+import operator
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -40,6 +41,8 @@ from edge_agent.workflow_registry import (
 )
 from transport.messages import Item, LeaseOffer
 from transport.runtime.clock import Clock
+from transport.summaries import MAX_SEQUENCES
+from transport.texts import cut, encodable, said
 
 __all__ = [
     "SHIPPED",
@@ -64,6 +67,9 @@ __all__ = [
 TurnsFinished = Callable[[Sequence[Sibling]], None]
 Prompt = str | Sequence[int] | Chat
 T = TypeVar("T")
+
+MAX_LABEL: Final = 200
+"""Characters of a request's label; more are cut off."""
 
 
 class GenerationTime:
@@ -107,7 +113,10 @@ class PolicyHandle:
             raise MalformedWorkflow("tools are shown in a conversation: give messages with them")
         if isinstance(prompt, str):
             return self._context.engine.encode(self.id, prompt)
-        return tuple(cast("Sequence[int]", prompt))
+        try:
+            return tuple(map(operator.index, cast("Sequence[int]", prompt)))
+        except TypeError as error:
+            raise MalformedWorkflow(f"a prompt is text, messages or tokens: {error}") from error
 
     def encode_next(self, answer: Sequence[int], messages: Chat) -> Observed:
         """What a policy observes behind its ``answer`` (the tokens that it drew) when the
@@ -137,10 +146,15 @@ class PolicyHandle:
 
         Raises:
             GenerationFailed: the engine could not do it.
-            MalformedWorkflow: see ``encode``.
+            MalformedWorkflow: see ``encode``, or more completions than a group can hold.
         """
+        if n > MAX_SEQUENCES:
+            raise MalformedWorkflow(f"n is {n}, and a group has at most {MAX_SEQUENCES} rollouts")
         context = self._context
         tokens = self.encode(prompt, tools)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if any(encodable(text) != text for text in stops):
+            raise MalformedWorkflow("a stop text has a lone surrogate, which no model writes")
         request = GenerationRequest(
             request_id=context.next_request_id(label),
             policy=self.id,
@@ -150,7 +164,7 @@ class PolicyHandle:
                 max_new_tokens=max_new_tokens or context.max_new_tokens,
                 temperature=context.temperature if temperature is None else temperature,
                 stop_token_ids=stop_token_ids,
-                stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                stop=stops,
                 seed=context.seed,
             ),
         )
@@ -279,7 +293,7 @@ class WorkflowContext:
     def next_request_id(self, label: str = "") -> str:
         """A name for a request: the same ones in the same order in every attempt of the job."""
         if label:
-            return f"{self._name}/{label}"
+            return f"{self._name}/{cut(said(label), MAX_LABEL)}"
         self._requests += 1
         return f"{self._name}/{self._requests}"
 

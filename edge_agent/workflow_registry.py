@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
+
 from edge_agent.rollouts import Rollout
 from transport.errors import ConfigError
 from transport.messages import Item
@@ -28,23 +30,33 @@ WorkflowFunction = Callable[["WorkflowContext", Item], Awaitable[Sequence[Rollou
 
 
 class Workflow(NamedTuple):
-    """A workflow as it is advertised and run: ``rollouts`` is how many each sibling returns."""
+    """A workflow as it is advertised and run: ``rollouts`` is how many each sibling returns,
+    ``settings`` what ``[workflow.settings]`` must be (None: nobody checks them beforehand)."""
 
     reference: str
     fingerprint: str
     function: WorkflowFunction
     rollouts: int = 1
+    settings: type[msgspec.Struct] | None = None
+
+
+class NoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a workflow that has none."""
 
 
 _registry: dict[tuple[str, str], WorkflowFunction] = {}
 _rollouts: dict[WorkflowFunction, int] = {}
+_settings: dict[WorkflowFunction, type[msgspec.Struct] | None] = {}
 
 
-def workflow(name: str, *, rollouts: int = 1) -> Callable[[WorkflowFunction], WorkflowFunction]:
+def workflow(
+    name: str, *, rollouts: int = 1, settings: type[msgspec.Struct] | None = None
+) -> Callable[[WorkflowFunction], WorkflowFunction]:
     """Register a function as the workflow ``name`` of its module. With ``rollouts`` above 1 each
     sibling returns so many (one per role, say), role by role: first those of all siblings in the
     first role, in order, then those in the second. An evaluation wants one per sibling all the
-    same, the one that is scored.
+    same, the one that is scored. With ``settings`` a run's file is checked against that Struct
+    before anything starts (``farflow.workflow_settings``).
 
     Raises:
         ValueError: more than ``MAX_ROLLOUTS`` rollouts, or none.
@@ -55,6 +67,7 @@ def workflow(name: str, *, rollouts: int = 1) -> Callable[[WorkflowFunction], Wo
     def register(function: WorkflowFunction) -> WorkflowFunction:
         _registry[function.__module__, name] = function
         _rollouts[function] = rollouts
+        _settings[function] = settings
         return function
 
     return register
@@ -88,7 +101,11 @@ def load_workflow(reference: str) -> Workflow:
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(f"workflow {reference!r}: {module_name} has no async function {name!r}")
     return Workflow(
-        reference, _fingerprint(module, reference), function, _rollouts.get(function, 1)
+        reference,
+        _fingerprint(module, reference),
+        function,
+        _rollouts.get(function, 1),
+        _settings.get(function),
     )
 
 

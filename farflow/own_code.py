@@ -14,13 +14,11 @@ from types import ModuleType
 from typing import Any
 
 from edge_agent.workflow_registry import load_workflow
+from farflow.workflow_settings import check_own, is_program, workflows
 from scheduler.data.algorithms import check_algorithm, named_algorithms
 from transport.errors import ConfigError
 from transport.run_faults import module_faults, task_functions
 from transport.runs import RunSpec, SourceFields
-
-_PROGRAM = "program"
-"""``program:NAME`` is a table of an agent's, not a module."""
 
 
 def check_own_code(data: Mapping[str, Any], spec: RunSpec | None) -> list[str]:
@@ -45,7 +43,9 @@ def check_own_code(data: Mapping[str, Any], spec: RunSpec | None) -> list[str]:
     for where, reference in _workflows(data, spec):
         if found.named(reference) is not None:
             with _key(where), contextlib.redirect_stdout(sys.stderr):
-                load_workflow(reference)
+                loaded = load_workflow(reference)
+            if spec is not None:
+                check_own(spec, reference, loaded.settings)
     return [f"{name} (cannot import: {why})" for name, why in found.missing.items()]
 
 
@@ -131,9 +131,12 @@ def _workflows(data: Mapping[str, Any], spec: RunSpec | None) -> Iterator[tuple[
             else:
                 with _key(key):
                     load_workflow(reference)
-    reference = "" if spec is None else spec.workflow.reference
-    if ":" in reference and reference.partition(":")[0] != _PROGRAM:
-        yield "workflow.reference", reference
+    named: set[str] = set()
+    for _, key, one in () if spec is None else workflows(spec):
+        # An evaluation of the run's workflow with other settings names it no second time.
+        if ":" in one.reference and not is_program(one.reference) and one.reference not in named:
+            named.add(one.reference)
+            yield key, one.reference
 
 
 @contextlib.contextmanager

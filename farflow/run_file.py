@@ -13,6 +13,8 @@ from msgspec import Meta
 from cloud_trainer.emulated_trainer import EmulatedSettings
 from cloud_trainer.numpy_trainer import NumpySettings
 from cloud_trainer.presets import resolve_settings
+from farflow.idle_settings import idle_faults
+from farflow.workflow_settings import check_shipped
 from scheduler.data.algorithms import check_algorithms
 from transport.errors import ConfigError
 from transport.ids import NAME_RULE, is_name
@@ -132,17 +134,17 @@ def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
                 "generate with it; add it there or set trained = false"
             )
         temperature = policy.settings.get("temperature", 1.0)
-        if policy.trained and policy.trainer == "torch":
-            if tables.workflow.temperature == 0.0:
-                raise ConfigError(
-                    "workflow.temperature: is 0 (greedy); learning needs sampled sequences, use 1.0"
-                )
-            if temperature != tables.workflow.temperature:
-                raise ConfigError(
-                    f"policies.{name}.settings.temperature: is {temperature}, but "
-                    f"workflow.temperature is {tables.workflow.temperature}; the loss compares "
-                    "log-probabilities at one temperature, set both alike"
-                )
+        if (
+            policy.trained
+            and policy.trainer == "torch"
+            and temperature != tables.workflow.temperature
+            and tables.workflow.temperature > 0.0
+        ):
+            raise ConfigError(
+                f"policies.{name}.settings.temperature: is {temperature}, but "
+                f"workflow.temperature is {tables.workflow.temperature}; the loss compares "
+                "log-probabilities at one temperature, set both alike"
+            )
     if not is_name(tables.run.tenant):
         raise ConfigError(f"run.tenant: {tables.run.tenant!r} must be {NAME_RULE}")
     run = RunSpec(
@@ -153,10 +155,11 @@ def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
         evaluations=tables.evaluations,
         **msgspec.structs.asdict(tables.run),
     )
-    fault = next(run_faults(run), None)
+    fault = next(run_faults(run), None) or next(idle_faults(run), None)
     if fault is not None:
         raise ConfigError(fault)
     check_algorithms(run)
+    check_shipped(run)
     return _with_files(run, folder)
 
 

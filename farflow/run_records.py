@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from farflow.evaluation_text import failure_text
 from transport.errors import ConfigError, StoreError
 from transport.ids import policy_name
 from transport.runs import HELD_OUT
@@ -29,7 +30,8 @@ class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
     record to its last; ``accuracy_*`` of the first and last ``held-out`` evaluation; ``reward`` the
     mean of the last ``LAST_STEPS`` steps; ``busy_share`` the part of its time that the trainer
     trained; ``trained_tokens`` of the policy; ``tokens`` that agents generated and ``cost_usd`` are
-    the whole run's (None where its end is not recorded); ``rewards`` by step."""
+    the whole run's (None where its end is not recorded); ``rewards`` by step; ``not_evaluated``
+    says which evaluations have no result, or not all of it, and why."""
 
     run: str
     policy: str
@@ -48,6 +50,7 @@ class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
     cost_usd: float | None
     rewards: dict[int, float]
     accuracies: dict[int, float]
+    not_evaluated: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -168,7 +171,8 @@ def _policy(
     end: _End | None,
 ) -> PolicyRecord:
     steps = [by_step[number] for number in sorted(by_step)]
-    held_out = [e for e in evaluations if e.done and e.name == HELD_OUT]
+    held_out = [e for e in evaluations if (e.done or e.failure) and e.name == HELD_OUT]
+    known = {e.step: e.accuracy for e in held_out if e.done and e.scored}
     rewards = {step.step: step.reward_mean for step in steps}
     busy_s, waiting_s = sum(s.busy_s for s in steps), sum(s.waiting_s for s in steps)
     return PolicyRecord(
@@ -178,8 +182,8 @@ def _policy(
         state=_open_state(file) if end is None else end.reason,
         steps=max(by_step, default=0),
         hours=hours,
-        accuracy_before=held_out[0].accuracy if held_out else None,
-        accuracy_after=held_out[-1].accuracy if held_out else None,
+        accuracy_before=known.get(held_out[0].step) if held_out else None,
+        accuracy_after=known.get(held_out[-1].step) if held_out else None,
         reward=mean([*rewards.values()][-LAST_STEPS:]),
         policy_lag_mean=mean([step.policy_lag_mean for step in steps]),
         policy_lag_max=max((step.policy_lag_max for step in steps), default=None),
@@ -188,7 +192,10 @@ def _policy(
         tokens=None if end is None else end.tokens,
         cost_usd=None if end is None else end.cost_usd,
         rewards=rewards,
-        accuracies={e.step: e.accuracy for e in held_out},
+        accuracies=known,
+        not_evaluated=tuple(
+            f"{e.name} v{e.version} {failure_text(e)}" for e in evaluations if e.failure
+        ),
     )
 
 

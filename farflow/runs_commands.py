@@ -44,6 +44,7 @@ def history(paths: tuple[Path, ...], as_json: bool) -> None:
     rows = [[record.label, *(text for _, text in _shown(record))] for record in records]
     heads = [name for name, _ in _shown(records[0])]
     _print(["run", *heads], rows)
+    _say_not_evaluated(records)
 
 
 @click.command("compare")
@@ -81,10 +82,19 @@ def compare(paths: tuple[Path, ...], plot: Path | None, as_json: bool) -> None:
         found = (reward_until(record, step, window) for record in records)
         rows.append([f"reward at step {step}", *("-" if r is None else f"{r:.3f}" for r in found)])
     _print(["", *(record.label for record in records)], rows)
+    _say_not_evaluated(records)
     if points:
         click.echo(f"rewards are means of the last {window} step(s); steps are those that all have")
     if plot is not None:
         click.echo(f"drew {plot}")
+
+
+def _say_not_evaluated(records: "list[PolicyRecord]") -> None:
+    from farflow.view import printable
+
+    for record in records:
+        for text in record.not_evaluated:
+            click.echo(printable(f"{record.label}: evaluation {text}"))
 
 
 def _records(paths: tuple[Path, ...]) -> "list[PolicyRecord]":

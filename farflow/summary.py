@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from farflow.evaluation_text import failure_text
 from farflow.view import accounting_table, human_bytes, new_table
 from transport.ids import policy_name
 from transport.runs import HELD_OUT
@@ -21,14 +22,16 @@ Lineage = Sequence[tuple[int, Sequence[str]]]
 
 
 class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The first and the last finished evaluation of one name; ``pass_at`` is of the last, by k."""
+    """The first and the last finished evaluation of one name; ``pass_at`` is of the last, by k.
+    One without an answer has no accuracy (None), and ``failures`` says which and why."""
 
     name: str
     samples: int
     items: int
-    accuracy_before: float
-    accuracy_after: float
+    accuracy_before: float | None
+    accuracy_after: float | None
     pass_at: dict[str, float]
+    failures: tuple[str, ...] = ()
 
 
 class PolicySummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +126,12 @@ def summarise(
         if row.balance
     )
     problems.extend(
+        f"evaluation {evaluation.name} of {policy.policy} {failure}"
+        for policy in policies
+        for evaluation in policy.evaluations
+        for failure in evaluation.failures
+    )
+    problems.extend(
         f"agent {digest.agent} ended on version {digest.version} of {digest.policy}, whose digest "
         "differs from the published head"
         for digest in agents
@@ -163,7 +172,7 @@ def summarise(
 
 
 def _policy(policy: PolicyStatus, lineage: Lineage | None) -> PolicySummary:
-    evaluations = _evaluations([e for e in policy.evaluations if e.done])
+    evaluations = _evaluations([e for e in policy.evaluations if e.done or e.failure])
     held_out = next((e for e in evaluations if e.name == HELD_OUT), None)
     return PolicySummary(
         policy=policy.policy,
@@ -188,9 +197,10 @@ def _evaluations(done: Sequence[EvaluationStatus]) -> tuple[EvaluationSummary, .
             name=name,
             samples=found[-1].samples,
             items=found[-1].scored,
-            accuracy_before=found[0].accuracy,
-            accuracy_after=found[-1].accuracy,
+            accuracy_before=found[0].accuracy if found[0].done else None,
+            accuracy_after=found[-1].accuracy if found[-1].done else None,
             pass_at=found[-1].pass_at,
+            failures=tuple(f"v{e.version}: {failure_text(e)}" for e in found if not e.done),
         )
         for name, found in sorted(by_name.items())
     )

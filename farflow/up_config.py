@@ -8,6 +8,7 @@ from msgspec import Meta
 from cloud_trainer.config import TrainerTable
 from edge_agent.config import AgentTable
 from edge_agent.workflow import SHIPPED
+from farflow.workflow_settings import workflows
 from scheduler.config import HttpTable, MqttTable, SchedulerTable
 from sim.link_profile import load_profiles, profile_from_table
 from transport.errors import ConfigError
@@ -90,20 +91,20 @@ def up_config(data: dict[str, Any]) -> tuple[UpConfig, list[LocalAgent]]:
 
 
 def check_workflow(spec: RunSpec, config: UpConfig, agents: list[LocalAgent]) -> None:
-    """Whether some agent of ``up`` offers the run's workflow.
+    """Whether some agent of ``up`` offers each workflow of the run and its evaluations.
 
     Raises:
-        ConfigError: none does, so the run would wait for ever.
+        ConfigError: none does, so the run or the evaluation would wait for ever.
     """
-    reference = spec.workflow.reference
     offered = {*SHIPPED, *config.agent.workflows}
     offered.update(f"program:{name}" for name in config.agent.programs)
     for agent in agents:
         offered.update(agent.settings.get("workflows", ()))
         offered.update(f"program:{name}" for name in agent.settings.get("programs", ()))
-    if reference not in offered:
-        raise ConfigError(
-            f"workflow.reference: no agent offers {reference!r}; offered are "
-            f"{', '.join(sorted(offered))}; name your own as module:function in agent.workflows, "
-            "or a program in [agent.programs]"
-        )
+    for _, key, workflow in workflows(spec):
+        if workflow.reference not in offered:
+            raise ConfigError(
+                f"{key}: no agent offers {workflow.reference!r}; offered are "
+                f"{', '.join(sorted(offered))}; name your own as module:function in "
+                "agent.workflows, or a program in [agent.programs]"
+            )

@@ -4,7 +4,7 @@ Pure functions of a ``SchedulerStatus``; nothing here asks anybody for anything.
 ``status`` and the summary draw the same tables.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import msgspec
@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from farflow.evaluation_text import accuracy_text, failure_text, pass_at_text
 from farflow.words import counted
 from transport.ids import policy_name
 from transport.runs import HELD_OUT
@@ -68,18 +69,6 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(_SPARKS[min(top, max(0, int(v * top + 0.5)))] for v in values[-width:])
 
 
-def accuracy_text(evaluations: Iterable[EvaluationStatus], name: str = HELD_OUT) -> str:
-    """``48.2 % → 86.1 % (v120)``: the first and the latest finished evaluation of a name."""
-    done = [e for e in evaluations if e.done and e.name == name]
-    if not done:
-        return "-"
-    first, last = done[0], done[-1]
-    text = f"{100 * first.accuracy:.1f} %"
-    if last is not first:
-        text += f" → {100 * last.accuracy:.1f} % (v{last.version})"
-    return text
-
-
 def delta_text(step: StepStatus | None) -> str:
     """Delta size against full size."""
     return "-" if step is None else _share_text(step.delta_bytes, step.full_bytes)
@@ -132,12 +121,6 @@ def policy_cells(policy: PolicyStatus, rewards: Mapping[str, Sequence[float]]) -
     }
 
 
-def pass_at_text(evaluation: EvaluationStatus) -> str:
-    """``pass@1 20.0 %, pass@4 50.0 %``; ``-`` where every item has one answer."""
-    chances = [f"pass@{k} {100 * chance:.1f} %" for k, chance in evaluation.pass_at.items()]
-    return ", ".join(chances) or "-"
-
-
 def evaluation_table(run: RunStatus) -> Table | None:
     """One row per policy and evaluation; None where ``policy_table`` says all."""
     table = new_table(f"evaluations of run {run.name}")
@@ -150,8 +133,7 @@ def evaluation_table(run: RunStatus) -> Table | None:
             by_name.setdefault(status.name, []).append(status)
         for name, found in by_name.items():
             last = next((e for e in reversed(found) if e.done), found[-1])
-            running = next((e for e in reversed(found) if not e.done), None)
-            told = told or name != HELD_OUT or last.samples > 1
+            told = told or name != HELD_OUT or last.samples > 1 or any(e.failure for e in found)
             table.add_row(
                 policy_name(policy.policy),
                 name,
@@ -159,11 +141,19 @@ def evaluation_table(run: RunStatus) -> Table | None:
                 pass_at_text(last) if last.done else "-",
                 str(last.samples),
                 str(last.scored if last.done else last.items),
-                ""
-                if running is None
-                else f"v{running.version}: {running.scored} of {running.items} items",
+                _now(found),
             )
     return table if told else None
+
+
+def _now(found: Sequence[EvaluationStatus]) -> str:
+    """What is under way of one name, or why its latest has no result or not all of it."""
+    if found[-1].failure:
+        return f"v{found[-1].version}: {failure_text(found[-1])}"
+    running = next((e for e in reversed(found) if not e.done and not e.failure), None)
+    if running is None:
+        return ""
+    return f"v{running.version}: {running.scored} of {running.items} items"
 
 
 def _run_facts(run: RunStatus) -> list[str]:
@@ -366,18 +356,6 @@ def step_line(step: StepStatus) -> str:
         f"reward {step.reward_mean:.3f} lag {step.policy_lag_mean:.1f} "
         f"(max {step.policy_lag_max}) tokens {step.response_tokens} "
         f"busy {step.busy_s:.2f} s waiting {step.waiting_s:.2f} s delta {delta_text(step)}"
-    )
-
-
-def evaluation_line(evaluation: EvaluationStatus) -> str:
-    """A finished evaluation as a line for a log."""
-    other = "" if evaluation.name == HELD_OUT else f"{evaluation.name} "
-    answers = f" of {evaluation.samples} answers each" if evaluation.samples > 1 else ""
-    chances = f", {pass_at_text(evaluation)}" if evaluation.pass_at else ""
-    return (
-        f"evaluation {other}{policy_name(evaluation.policy)} v{evaluation.version} "
-        f"accuracy {100 * evaluation.accuracy:.1f} % over {evaluation.scored} "
-        f"{'items' if other else 'held-out items'}{answers}{chances}"
     )
 
 

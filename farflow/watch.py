@@ -12,12 +12,15 @@ from pathlib import Path
 import msgspec
 
 from farflow import view
+from farflow.evaluation_text import evaluation_line
 from transport.status import EvaluationStatus, SchedulerStatus, StepStatus
 
 REWARD_HISTORY = 200
 RATE_SPAN_S = 2.0
 """Rates are averages over at least this long."""
 _MAX_READ_BYTES = 1 << 20
+_MAX_ALERTS = 100
+"""New ones that are told at one look."""
 
 
 class _Typed(msgspec.Struct):
@@ -53,10 +56,11 @@ class Watch:
         self._steps: dict[str, int] = {}
         self._rewards: dict[str, deque[float]] = {}
         self._tokens: dict[str, tuple[float, int]] = {}
+        self._told: set[tuple[str, str]] = set()
         self._tail = None if metrics is None else MetricsTail(metrics)
 
     def update(self, status: SchedulerStatus, now: float) -> list[str]:
-        """Lines about what is new: one per step and finished evaluation."""
+        """Lines about what is new: one per step, finished evaluation and alert (each once)."""
         for agent in status.agents:
             at, tokens = self._tokens.setdefault(agent.name, (now, agent.tokens_generated))
             if now - at >= RATE_SPAN_S:
@@ -65,7 +69,7 @@ class Watch:
         if self._tail is None:
             self._take_last_steps(status)
             return []
-        lines = []
+        lines = self._new_alerts(status)
         for line in self._tail.read():
             try:
                 kind = msgspec.json.decode(line, type=_Typed).type
@@ -75,11 +79,16 @@ class Watch:
                     lines.append(view.step_line(step))
                 elif kind == "evaluation":
                     evaluation = msgspec.json.decode(line, type=EvaluationStatus)
-                    if evaluation.done:
-                        lines.append(view.evaluation_line(evaluation))
+                    if evaluation.done or evaluation.failure:
+                        lines.append(evaluation_line(evaluation))
             except msgspec.DecodeError:
                 continue  # a line that a crash cut short
         return lines
+
+    def _new_alerts(self, status: SchedulerStatus) -> list[str]:
+        new = [a for a in status.alerts if (a.code, a.subject) not in self._told]
+        self._told.update((alert.code, alert.subject) for alert in new[:_MAX_ALERTS])
+        return [f"ALERT {line}" for line in view.alert_lines(new[:_MAX_ALERTS], ())]
 
     def _take_last_steps(self, status: SchedulerStatus) -> None:
         for run in status.runs:

@@ -99,7 +99,13 @@ def check_item(item: Item, where: str) -> Item:
         raise TaskError(f"{where}: prompt: is empty")
     if len(item.family) > MAX_FAMILY:
         raise TaskError(f"{where}: family: longer than {MAX_FAMILY} characters")
-    size_bytes = len(item.prompt.encode()) + len(item.answer.encode()) + len(item.meta.encode())
+    try:
+        item.family.encode()
+        size_bytes = sum(len(text.encode()) for text in (item.prompt, item.answer, item.meta))
+    except UnicodeEncodeError as error:
+        raise TaskError(
+            f"{where}: {error}; decode bytes with errors='replace', a lone surrogate is no text"
+        ) from error
     if size_bytes > MAX_ITEM_BYTES:
         raise TaskError(
             f"{where}: {size_bytes} bytes of prompt, answer and meta; at most {MAX_ITEM_BYTES}"

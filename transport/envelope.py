@@ -6,7 +6,8 @@ size is checked before anything is decoded; hostile frames raise ``VersionRefuse
 that any MessagePack library reads.
 
 A message either has payload frames by its kind (``PAYLOAD_FRAMES``) or carries none. NaN and
-infinite floats pass: who computes with a number from outside checks it first.
+infinite floats pass: who computes with a number from outside checks it first. A text that UTF-8 has
+no bytes for (foreign code may say anything) is sent as ``transport.texts`` writes it.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from transport.messages import (
     Plane,
     TrajectoryPut,
 )
+from transport.texts import all_encodable
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -92,8 +94,8 @@ def encode(
     if len(payload) > PAYLOAD_FRAMES.get(message_type, 0):
         raise LocalProtocolError(f"{message_type.__name__} with {len(payload)} payload frames")
     try:
-        header = _ENCODER.encode(message)
-    except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
+        header = _header(message)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise LocalProtocolError(f"{message_type.__name__} does not encode: {error}") from error
     frames = [prefix, header, *payload]
     if limits is not None:
@@ -101,6 +103,14 @@ def encode(
         if excess is not None:
             raise LocalProtocolError(f"{message_type.__name__}: {excess}")
     return frames
+
+
+def _header(message: Message) -> bytes:
+    try:
+        return _ENCODER.encode(message)
+    except UnicodeEncodeError:
+        plain = msgspec.to_builtins(message, builtin_types=(bytes, bytearray, memoryview))
+        return _ENCODER.encode(all_encodable(plain))
 
 
 def peek(frames: Sequence[bytes]) -> type[Message]:

@@ -1,4 +1,4 @@
-"""What is wrong with a run's tasks and evaluations, as far as their own text shows.
+"""What is wrong with a run, above all its tasks and evaluations, as far as its own text shows.
 
 Asked where a run's file is read and where a run is submitted, so that both say the same.
 
@@ -23,7 +23,16 @@ from transport.runs import (
 
 
 def run_faults(run: RunSpec) -> Iterator[str]:
-    """Every fault of a run's task and evaluations."""
+    """Every fault of a run's policies, labels, task and evaluations."""
+    names = run.workflow.policies
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"workflow.policies: {name!r} is there twice; name each policy once"
+    for label, values in run.require.items():
+        if not values:
+            yield (
+                f"run.require.{label}: allows no value, so no agent may work for the run; list the"
+                " values that are allowed, or leave the label out"
+            )
     yield from task_faults(run.task, "task")
     if len(run.evaluations) > MAX_EVALUATIONS:
         yield f"evaluations: {len(run.evaluations)} of them, at most {MAX_EVALUATIONS}"

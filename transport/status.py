@@ -137,7 +137,8 @@ class DemandStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EvaluationStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How good one version is in the evaluation ``name``. ``accuracy`` is the share of right
     answers over ``scored`` items of ``samples`` answers each (avg@samples); ``pass_at`` has, by k,
-    the probability that one of k answers is right."""
+    the probability that one of k answers is right. ``failed`` items have no answers, as their jobs
+    were given up, last for ``failure``; one that ended without any answer is not ``done``."""
 
     policy: str
     version: int
@@ -149,6 +150,8 @@ class EvaluationStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str = HELD_OUT
     samples: int = 1
     pass_at: dict[str, float] = {}
+    failed: int = 0
+    failure: str = ""
 
 
 class StepStatus(msgspec.Struct, frozen=True, kw_only=True):

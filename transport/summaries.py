@@ -11,7 +11,13 @@ import re
 import msgspec
 
 from transport.ids import job_of
-from transport.messages import MAX_COUNT, MAX_ID_LENGTH, GroupSummary, PartialSummary
+from transport.messages import (
+    MAX_COUNT,
+    MAX_FINITE,
+    MAX_ID_LENGTH,
+    GroupSummary,
+    PartialSummary,
+)
 
 MAX_BODY_BYTES = MAX_PACKED_BYTES = 64 * 2**20
 WHOLE_BODY_BYTES = 64 * 2**10
@@ -25,7 +31,14 @@ MAX_SEQUENCES = 1024
 
 MAX_SEQUENCE_TOKENS = 2**31
 MAX_SUMMARY_BYTES = 32 * 1024
-MAX_FINITE = 1e15
+MAX_TOKEN = 2**32 - 1
+MAX_LOGPROB = 1e-3
+"""Of a drawn token; what is above 0 is the rounding of an engine."""
+
+MAX_GROUP_TOKENS = 2**23
+"""Of all siblings of a group, each with its prompt."""
+
+MAX_FINISH_REASON = 64
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _encode = msgspec.msgpack.Encoder().encode

@@ -34,13 +34,12 @@ from transport.errors import (
 )
 from transport.ids import Fence
 from transport.messages import GroupSummary
-from transport.summaries import MAX_BODY_BYTES
+from transport.summaries import MAX_BODY_BYTES, MAX_TOKEN
 
 _MAGIC = b"fftg"
 _FORMAT = 1
 _PREFIX_BYTES = 9
 _MAX_HEADER_BYTES = 64 * 2**10
-_MAX_TOKEN = 2**32 - 1
 
 Segment = tuple[int, int, int]
 
@@ -303,8 +302,8 @@ def _joined(arrays: list[NDArray[np.float32]]) -> NDArray[np.float32]:
 
 
 def _planes(values: Any, dtype: str) -> bytes:
-    if isinstance(values, list) and dtype == "<u4" and values and max(values) > _MAX_TOKEN:
-        raise OverflowError(f"{max(values)} is above {_MAX_TOKEN}")
+    if isinstance(values, list) and dtype == "<u4" and values and max(values) > MAX_TOKEN:
+        raise OverflowError(f"{max(values)} is above {MAX_TOKEN}")
     array = np.ascontiguousarray(np.asarray(values, dtype=dtype))
     return array.view(np.uint8).reshape(-1, array.itemsize).T.tobytes()
 

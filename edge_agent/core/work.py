@@ -43,8 +43,10 @@ from transport.messages import (
     TrajectoryAck,
     TrajectoryRefused,
 )
+from transport.texts import cut
 
 _MAX_ENDED = 4096
+_MAX_CODE = 100
 _MAX_DETAIL = 500
 
 
@@ -328,7 +330,12 @@ class Work:
     def _report(self, name: str, fence: Fence, code: str, detail: str) -> Effect:
         self._journal.count("failed")
         return self._session.report(
-            AttemptFailed(attempt=name, fence=fence, code=code, detail=detail[:_MAX_DETAIL])
+            AttemptFailed(
+                attempt=name,
+                fence=fence,
+                code=cut(code, _MAX_CODE),
+                detail=cut(detail, _MAX_DETAIL),
+            )
         )
 
     def _end(self, name: str, fence: Fence, why: str) -> None:

@@ -6,10 +6,12 @@ trained on. The reward is that of the last answer. An answer that was cut off is
 """
 
 import asyncio
-from typing import Final
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
 
 from edge_agent.workflow import (
-    MalformedWorkflow,
     Observed,
     PolicyHandle,
     Rollout,
@@ -24,11 +26,18 @@ RIGHT: Final = 1.0
 RETRY: Final = "That is not right. Try again."
 
 
-@workflow("multi_turn")
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """See the module."""
+
+    turns: Annotated[int, Meta(ge=1, le=MAX_TURNS)] = 2
+    retry: Annotated[str, Meta(max_length=8000)] = RETRY
+
+
+@workflow("multi_turn", settings=Settings)
 async def multi_turn(context: WorkflowContext, item: Item) -> list[Rollout]:
     """Up to ``turns`` answers of the run's only policy per sibling, until one is right. Siblings do
     not wait for each other after the first turn."""
-    turns, retry = _settings(context)
+    settings = context.settings_as(Settings)
     policy = context.policy()
     siblings = list(context.resumed)
     if not siblings:
@@ -41,8 +50,8 @@ async def multi_turn(context: WorkflowContext, item: Item) -> list[Rollout]:
         context.turn_finished(siblings)
 
     async def finish(number: int) -> None:
-        feedback = policy.encode(retry)
-        while _goes_on(context, siblings[number], turns, len(feedback)):
+        feedback = policy.encode(settings.retry)
+        while _goes_on(context, siblings[number], settings.turns, len(feedback)):
             siblings[number] = await _next_turn(context, policy, siblings, number, feedback)
             context.turn_finished(siblings)
 
@@ -50,15 +59,6 @@ async def multi_turn(context: WorkflowContext, item: Item) -> list[Rollout]:
         for number in range(context.group_size):
             tasks.create_task(finish(number))
     return [sibling.rollout for sibling in siblings]
-
-
-def _settings(context: WorkflowContext) -> tuple[int, str]:
-    turns, retry = context.settings.get("turns", 2), context.settings.get("retry", RETRY)
-    if type(turns) is not int or not 1 <= turns <= MAX_TURNS:
-        raise MalformedWorkflow(f"settings.turns: {turns!r}; 1 to {MAX_TURNS} are possible")
-    if not isinstance(retry, str):
-        raise MalformedWorkflow(f"settings.retry: {retry!r}; a text is expected")
-    return turns, retry
 
 
 def _goes_on(context: WorkflowContext, sibling: Sibling, turns: int, feedback_tokens: int) -> bool:

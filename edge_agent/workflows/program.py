@@ -11,10 +11,11 @@ conversation becomes the sequence (``longest`` or ``last``), ``policy``, whose (
 further names for policies, ``temperature``, whose (``run`` or ``program``).
 
 What always holds: no shell is involved; a program sees ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``,
-``FARFLOW_ITEM``, ``PATH`` and what the owner lists, nothing else of the agent's environment; when
-it is over, so is everything in its process group, and its key opens nothing any more. One that
-fails, or is not done in time, fails the attempt. One that ends well gets the reward that it posted,
-or the run's verifier scores the last text that it was given.
+``FARFLOW_ITEM``, ``FARFLOW_PROGRAM``, ``PATH`` and what the owner lists, nothing else of the
+agent's environment; when it is over, so is everything in its process group and all that carries its
+mark (``edge_agent.program_marks``), and its key opens nothing any more. One that fails, or is not
+done in time, fails the attempt. One that ends well gets the reward that it posted, or the run's
+verifier scores the last text that it was given.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ import os
 import shutil
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -34,6 +35,7 @@ from msgspec import Meta
 
 from edge_agent.chat_session import ChatOptions, ChatSession
 from edge_agent.config import ProgramTable
+from edge_agent.program_marks import MARK, ProgramMarks
 from edge_agent.rollouts import MalformedWorkflow, Rollout
 from edge_agent.workflow import WorkflowContext, side_by_side
 from edge_agent.workflow_registry import Workflow
@@ -50,7 +52,7 @@ KEPT_BYTES: Final = 4096
 KEPT_LINES: Final = 12
 """What is kept of the end of a program's standard error, and quoted when it fails."""
 LAST_WORDS_S: Final = 2.0
-_OURS: Final = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "FARFLOW_ITEM", "PATH")
+_OURS: Final = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "FARFLOW_ITEM", MARK, "PATH")
 
 
 class ProgramFailed(FarflowError):
@@ -80,13 +82,23 @@ class ProgramSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     models: dict[str, str] = {}
     temperature: Literal["run", "program"] = "run"
 
+    def faults(self, policies: Collection[str], *, training: bool) -> Iterator[str]:
+        """What is wrong with them in a run of these policies."""
+        named = {f"models.{key}": name for key, name in self.models.items()}
+        if self.policy is not None:
+            named["policy"] = self.policy
+        for key, name in named.items():
+            if name not in policies:
+                yield f"{key}: {name!r} is not in workflow.policies: {', '.join(sorted(policies))}"
+
 
 class Program:
     """One of ``[agent.programs]``."""
 
-    def __init__(self, name: str, table: ProgramTable) -> None:
+    def __init__(self, name: str, table: ProgramTable, marks: ProgramMarks) -> None:
         self._name = name
         self._table = table
+        self._marks = marks
         self._permits = asyncio.Semaphore(table.at_once)
 
     async def __call__(self, context: WorkflowContext, item: Item) -> list[Rollout]:
@@ -122,7 +134,8 @@ class Program:
         self, session: ChatSession, item: Item
     ) -> AsyncIterator[tuple[Talk, bytearray]]:
         """The running program and the end of what it says; left, both are over."""
-        command, environment = self._table.command, self._environment(session, item)
+        command, mark = self._table.command, self._marks.new()
+        environment = {**self._environment(session, item), MARK: mark}
         found = shutil.which(command[0], path=environment["PATH"])
         try:
             talk = await start_talk(
@@ -144,7 +157,10 @@ class Program:
             yield talk, words
         finally:
             try:
-                await talk.end()
+                try:
+                    await talk.end()
+                finally:
+                    await self._marks.end(mark)
                 await asyncio.wait({listening}, timeout=LAST_WORDS_S)
             finally:
                 listening.cancel()
@@ -167,13 +183,16 @@ class Program:
         }
 
 
-def offered_programs(tables: Mapping[str, ProgramTable]) -> dict[str, Workflow]:
-    """The programs of an agent by the reference that runs name. Blocks: reads their files.
+def offered_programs(
+    tables: Mapping[str, ProgramTable], marks: ProgramMarks | None = None
+) -> dict[str, Workflow]:
+    """The programs of an agent by the reference that runs name; ``marks`` are the agent's. Blocks:
+    reads their files.
 
     Raises:
         ConfigError: a name or a table is not usable; names it.
     """
-    offered = {}
+    offered, marks = {}, marks or ProgramMarks()
     for name, table in tables.items():
         where = f"agent.programs.{name}"
         if not name.isidentifier() or len(name) > 64:
@@ -184,7 +203,8 @@ def offered_programs(tables: Mapping[str, ProgramTable]) -> dict[str, Workflow]:
         if table.folder and not Path(table.folder).is_dir():
             raise ConfigError(f"{where}.folder: there is no folder {table.folder}")
         reference = f"program:{name}"
-        offered[reference] = Workflow(reference, _fingerprint(where, table), Program(name, table))
+        run = Program(name, table, marks)
+        offered[reference] = Workflow(reference, _fingerprint(where, table), run)
     return offered
 
 

@@ -39,7 +39,7 @@ words ``yes`` and ``no``, in any case; it has ``verdict_tokens`` at most; ``best
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -81,8 +81,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     choose: Literal["likeliest", "weighted", "majority"] = "likeliest"
     balanced: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for verdicts of which nobody could tell which one they are."""
+        yes, no = self.yes.strip().casefold(), self.no.strip().casefold()
+        if not yes or no.startswith(yes):
+            raise ValueError(f"no: {self.no!r} begins as yes = {self.yes!r} does; take other words")
 
-@workflow("solve_and_verify", rollouts=2)
+    def faults(self, policies: Collection[str], *, training: bool) -> Iterator[str]:
+        """What is wrong with them in a run of these policies."""
+        for key, name in (("solver", self.solver), ("verifier", self.verifier)):
+            if name not in policies:
+                yield f"{key}: {name!r} is not in workflow.policies: {', '.join(sorted(policies))}"
+        if training and self.solver == self.verifier:
+            yield f"verifier: {self.verifier!r} is the solver as well; give it a policy of its own"
+
+
+@workflow("solve_and_verify", rollouts=2, settings=Settings)
 async def solve_and_verify(context: WorkflowContext, item: Item) -> list[Rollout]:
     """Answers of the solver, each judged by the verifier."""
     settings = context.settings_as(Settings)

@@ -111,7 +111,7 @@ _TOOLS: Final = {
 }
 
 
-@workflow("tool_use")
+@workflow("tool_use", settings=Settings)
 async def tool_use(context: WorkflowContext, item: Item) -> list[Rollout]:
     """One conversation of the run's only policy with its tools per sibling."""
     settings = context.settings_as(Settings)

@@ -70,6 +70,9 @@ def move(ctx: Context, job: Job, policy: str, state: CopyState, reason: str = ""
         live.taken.setdefault(copy.step, {})[job.id] = None
     elif state == "buffered":
         ctx.due_policies[policy] = None
+        live.unusable.usable()
+    elif (state == "filtered" or state == "dropped") and job.kind == "train":
+        live.unusable.lost(state, reason, ctx.now)
     if before in WAITING_STATES and state not in WAITING_STATES:
         ctx.due_runs[job.run] = None
     if reason:

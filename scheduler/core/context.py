@@ -34,6 +34,7 @@ from scheduler.core.state import Account, Agent, Attempt, Counters, Policy, Run
 from scheduler.core.tables import Tables
 from scheduler.core.timers import Timers
 from scheduler.core.turnaround import Durations
+from scheduler.core.unusable import UnusableWatch
 from scheduler.core.versions import VersionTree
 from scheduler.core.work import Work
 from transport.ids import Fence
@@ -163,6 +164,7 @@ class PolicyLive:
     lengths: LengthWatch = field(default_factory=LengthWatch)
     pool: ReplayPool = field(default_factory=ReplayPool)
     drifts: dict[str, DriftWindow] = field(default_factory=dict)
+    unusable: UnusableWatch = field(default_factory=UnusableWatch)
 
 
 @dataclass(slots=True)

@@ -61,6 +61,9 @@ def _of_policy(ctx: Context, run: Run, policy: Policy) -> DemandStatus:
     busy_s = live.busy_s.value
     if not live.present:
         return _nothing(run, "training", f"{policy.id} has no trainer that answers")
+    unusable = live.unusable.standing(spec_of(ctx, policy).batch_groups)
+    if unusable:
+        return _nothing(run, "nothing", f"{policy.id}: {unusable}")
     if busy_s is None:
         return _nothing(run, "nothing", f"{policy.id} has not made a step yet")
     busy_s = max(busy_s, 1e-3)

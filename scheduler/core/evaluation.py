@@ -115,7 +115,8 @@ def restart_unservable(ctx: Context, run: Run) -> None:
         for job in tuple(ctx.evaluations[evaluation.id].jobs):
             jobs.close(ctx, ctx.tables.jobs[job], "cancelled", "version_passed")
         _pin(ctx, evaluation, newest)
-        evaluation.next_item = evaluation.scored = evaluation.correct = 0
+        evaluation.next_item = evaluation.scored = evaluation.correct = evaluation.failed = 0
+        evaluation.failure = ""
         evaluation.counts = []
         evaluation.restarts += 1
         ctx.evaluations[evaluation.id] = EvaluationLive()
@@ -162,13 +163,20 @@ def statuses(ctx: Context, evaluation: Evaluation) -> list[EvaluationStatus]:
             items=evaluation.items,
             scored=evaluation.scored,
             accuracy=evaluation.correct / answers if answers else 0.0,
-            done=evaluation.done,
+            done=evaluation.done and evaluation.scored > 0,
             name=evaluation.name,
             samples=evaluation.samples,
             pass_at=chances,
+            failed=evaluation.failed,
+            failure=_failure(evaluation),
         )
         for policy, version in evaluation.pinned.items()
     ]
+
+
+def _failure(evaluation: Evaluation) -> str:
+    over = evaluation.done and not evaluation.scored
+    return evaluation.failure or ("it has no items" if over else "")
 
 
 def _start_due(ctx: Context, run: Run, specs: dict[str, EvaluationSpec]) -> None:

@@ -83,6 +83,9 @@ def attempt_failed(ctx: Context, lease: Lease, code: str, detail: str = "") -> N
     ctx.count(f"attempts.failed.{code}")
     retry_s = 0.0
     fault = class_of(code)
+    if job.kind == "train" and fault != "away":
+        for policy in open_copies(job):
+            ctx.policies[policy].unusable.lost("failed", code, ctx.now)
     if fault == "job":
         job.failures += 1
         retry_s = backoff_s(ctx, job.failures)
@@ -92,21 +95,27 @@ def attempt_failed(ctx: Context, lease: Lease, code: str, detail: str = "") -> N
         partials.drop(ctx, job)  # going on from there may lead to the same end
     if fault not in ("away", "copy") and lease.agent not in job.avoid:
         job.avoid = [*job.avoid, lease.agent][-AVOID_LIMIT:]
-    give_up_or_retry(ctx, job, retry_s)
+    give_up_or_retry(ctx, job, retry_s, code)
 
 
-def give_up_or_retry(ctx: Context, job: Job, retry_s: float = 0.0) -> None:
-    """Fail the job when it has used up its attempts, otherwise queue it again."""
+def give_up_or_retry(ctx: Context, job: Job, retry_s: float = 0.0, code: str = "") -> None:
+    """Fail the job when it has used up its attempts, otherwise queue it again. ``code`` is that of
+    its last failure."""
     most = 1 if job.kind == "recheck" else ctx.tables.runs[job.run].spec.max_attempts
     if job.failures >= most:
-        _give_up(ctx, job, "attempts")
+        _give_up(ctx, job, "attempts", code)
     elif job.losses >= most * LOSSES_PER_ATTEMPT:
-        _give_up(ctx, job, "losses")
+        _give_up(ctx, job, "losses", code)
     else:
         attempts.settle(ctx, job, retry_s)
 
 
-def _give_up(ctx: Context, job: Job, reason: str) -> None:
+def _give_up(ctx: Context, job: Job, reason: str, code: str) -> None:
+    if job.evaluation:
+        evaluation = ctx.tables.evaluations[job.evaluation]
+        evaluation.failed += len(job.items)
+        evaluation.failure = code or reason
+        ctx.tables.touch(evaluation)
     close(ctx, job, "failed", reason)
     if job.kind not in ("eval", "recheck"):
         dead_letters.bury(ctx, job, reason)

@@ -164,8 +164,10 @@ def of_evaluation(ctx: Context, evaluation: Evaluation) -> tuple[str, list[str]]
         f"{evaluation.name} ({evaluation.kind}): {evaluation.scored} of {evaluation.items} items"
         f" scored, {evaluation.open_jobs} jobs open"
     ]
+    if evaluation.failed:
+        found.append(f"{evaluation.failed} items failed, the last with {evaluation.failure}")
     if evaluation.done:
-        return "done", found
+        return ("done" if evaluation.scored else "not done"), found
     found += _pins_missing(ctx, evaluation.pinned)
     if evaluation.restarts:
         found.append(f"started over {times(evaluation.restarts)}: its version was passed")

@@ -296,7 +296,8 @@ class Agent(Entity):
 class Evaluation(Entity):
     """One of the run's evaluations (by ``name``) of pinned versions; ``next_item`` is the first
     item without a job. Of ``scored`` items with ``samples`` answers each, ``correct`` answers are
-    right; ``counts[c]`` items have c right ones."""
+    right; ``counts[c]`` items have c right ones. ``failed`` items' jobs were given up, the last for
+    ``failure``."""
 
     table: ClassVar[str] = "evaluation"
 
@@ -315,6 +316,8 @@ class Evaluation(Entity):
     counts: list[int] = []
     restarts: int = 0
     done: bool = False
+    failed: int = 0
+    failure: str = ""
 
     @property
     def key(self) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 from copy import copy
 
 from scheduler.core import demand, evaluation, trainers
+from scheduler.core.admission import spec_of
 from scheduler.core.agent_states import may_work, shown
 from scheduler.core.constraints import without_model
 from scheduler.core.context import Context
@@ -67,6 +68,12 @@ def _alerts(ctx: Context) -> tuple[Alert, ...]:
                 " max_policy_lag, or look at what expires (`farflow status`)"
             )
             found.append(Alert(code="bias.length", subject=id, message=text, since_s=since_s))
+        batch_groups = spec_of(ctx, ctx.tables.policies[id]).batch_groups
+        unusable, since_s = live.unusable.standing(batch_groups), live.unusable.since_s
+        if unusable:
+            found.append(
+                Alert(code="groups.unusable", subject=id, message=unusable, since_s=since_s)
+            )
     return tuple(found)
 
 

@@ -403,9 +403,10 @@ async def test_a_reward_is_posted_once(tmp_path: Path) -> None:
 
             await client.chat.completions.create(model="solver", messages=QUESTION)
             statuses = [
-                await post(b'{"reward": %b}' % x) for x in (b'"x"', b"1e999", b"0.25", b"1")
+                await post(b'{"reward": %b}' % x)
+                for x in (b'"x"', b"1e999", b"1e16", b"0.25", b"1")
             ]
-            assert statuses == [400, 400, 200, 409]
+            assert statuses == [400, 400, 400, 200, 409]
             async with plain.get(f"{chat.base_url}/elsewhere") as reply:
                 assert reply.status == 404
                 assert (await reply.json())["error"]["code"] == "not_found"

@@ -152,6 +152,7 @@ async def test_a_program_sees_nothing_else_of_the_agents_environment(
     found.pop("LC_CTYPE", None)  # Python's own doing
     assert set(found) == {
         "OPENAI_BASE_URL", "OPENAI_API_KEY", "FARFLOW_ITEM", "PATH", "WANTED", "MODE",
+        "FARFLOW_PROGRAM",
     }  # fmt: skip
     assert json.loads(found["FARFLOW_ITEM"])["answer"] == "7"
     assert (found["WANTED"], found["MODE"]) == ("y", "short")
@@ -188,6 +189,33 @@ open("pid", "w").write(str(child.pid))
     spooled = await bench.attempt(program(code, tmp_path), group_size=1)
     assert isinstance(spooled, GroupSpooled), spooled
     pid = int((tmp_path / "pid").read_text())
+    async with asyncio.timeout(5.0):
+        while alive(pid):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ends", ["sys.exit(0)", "sys.exit(3)", "time.sleep(60)"])
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no /proc elsewhere")
+async def test_what_left_its_session_is_killed_too(
+    bench: ProgramBench, tmp_path: Path, ends: str
+) -> None:
+    code = f"""{ASK}
+import signal, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open("pid", "w").write(str(os.getpid()))
+        os.rename("pid", "left")
+        time.sleep(60)
+    os._exit(0)
+while not os.path.exists("left"):
+    time.sleep(0.01)
+{ends}
+"""
+    await bench.attempt(program(code, tmp_path), group_size=1, settings={"timeout_s": 3.0})
+    pid = int((tmp_path / "left").read_text())
     async with asyncio.timeout(5.0):
         while alive(pid):
             await asyncio.sleep(0.01)

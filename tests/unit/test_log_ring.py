@@ -88,4 +88,4 @@ def test_an_event_that_cannot_be_shown_ends_nothing(monkeypatch: pytest.MonkeyPa
     with LogRing() as ring:
         structlog.get_logger().info("bad", thing=Broken())
         structlog.get_logger().info("good")
-        assert events(ring.recent(10, max_bytes=10_000)) == ["good"]
+        assert events(ring.recent(10, max_bytes=10_000)) == ["bad", "good"]

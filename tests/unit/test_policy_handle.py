@@ -41,6 +41,15 @@ async def bench(tmp_path: Path) -> Bench:
     return made
 
 
+@pytest.mark.asyncio
+async def test_more_completions_than_a_group_can_hold_are_malformed(bench: Bench) -> None:
+    policy = context_of(bench).policy("solver")
+    with pytest.raises(MalformedWorkflow, match="n is 1025"):
+        await policy.generate("a", n=1025)
+    assert bench.engine.asked == []
+    assert len(await policy.generate("a", n=1024)) == 1024
+
+
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [

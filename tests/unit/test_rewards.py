@@ -40,6 +40,8 @@ while len(head := sys.stdin.buffer.read(4)) == 4:
         sys.exit("verifier went up in smoke")
     if text == "nonsense":
         reply = b"\\xc1"
+    elif text == "huge":
+        reply = msgspec.msgpack.encode(ScoreReply(rewards=(1e16,) * len(request.pairs)))
     elif text == "few":
         reply = msgspec.msgpack.encode(ScoreReply(rewards=()))
     else:
@@ -206,3 +208,35 @@ def test_installed_rewards_are_advertised() -> None:
     assert set(available_rewards()) <= {"exact", "reasoning-gym", "math-verify", "code"}
     assert RewardFailed.code == "reward.failed"
     assert RewardTimeout.code == "reward.timeout"
+
+
+@pytest.mark.parametrize("reward", [1.1e15, -1e300, float("nan"), float("inf")])
+def test_a_reward_that_nobody_takes_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, reward: float
+) -> None:
+    monkeypatch.setattr("edge_agent.reward_worker.exact", lambda item, response: reward)
+    reply = answer(ScoreRequest(spec=EXACT, pairs=((item(), "2"),)))
+    assert "item 7: gave" in reply.error
+    assert "between -1e+15 and 1e+15" in reply.error
+
+
+def test_whatever_a_verifier_raises_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(item: Item, response: str) -> float:
+        raise ValueError("\ud800" * 10_000)
+
+    monkeypatch.setattr("edge_agent.reward_worker.exact", odd)
+    reply = answer(ScoreRequest(spec=EXACT, pairs=((item(), "2"),)))
+    assert "ValueError: \\ud800" in msgspec.msgpack.decode(msgspec.msgpack.encode(reply))["error"]
+    assert len(reply.error) <= 2000
+
+
+@pytest.mark.asyncio
+async def test_a_process_with_a_reward_that_nobody_takes_and_a_text_that_none_can_have() -> None:
+    pool = RewardPool(10.0, command=(sys.executable, "-c", FAKE_WORKER))
+    try:
+        with pytest.raises(RewardFailed, match="beyond 1e"):
+            await pool.score(GYM, [(item(), "huge")])
+        with pytest.raises(RewardFailed, match="cannot be sent"):
+            await pool.score(GYM, [(item(), "\ud800")])
+    finally:
+        await pool.close()

@@ -1,8 +1,10 @@
 """What workflows may return: several rollouts per sibling, views for one policy, nothing empty."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from workflow_bench import JUDGE, SOLVER, Bench, crash
 
@@ -206,3 +208,70 @@ async def test_an_empty_sequence_fails_its_attempt_and_leaves_nothing(bench: Ben
     failed = crash(await bench.promising(2).run(empty, group_size=1))
     assert failed.code == "workflow.malformed"
     assert bench.spool.size_bytes == 0
+
+
+# ---- types and bounds ---------------------------------------------------------------------------
+
+
+def with_drawn(**changes: Any) -> Rollout:
+    part = drawn(SOLVER, 5, 6)
+    completion = msgspec.structs.replace(part.completion, **changes)
+    return rollout(msgspec.structs.replace(part, completion=completion))
+
+
+def observed(*tokens: Any) -> Rollout:
+    return rollout(drawn(SOLVER, 5), Observed(tokens=tokens))
+
+
+GOOD = rollout(drawn(SOLVER, 5))
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (msgspec.structs.replace(GOOD, finish_reason=None), "finish_reason is a NoneType"),
+        (msgspec.structs.replace(GOOD, finish_reason="x" * 65), "65 characters, at most 64"),
+        (msgspec.structs.replace(GOOD, finish_reason="\ud800"), "finish_reason: 'utf-8'"),
+        (msgspec.structs.replace(GOOD, text=None), "text is a NoneType"),
+        (msgspec.structs.replace(GOOD, text="\ud800"), "errors='replace'"),
+        (msgspec.structs.replace(GOOD, prompt_tokens=(True,)), "prompt_tokens has a bool"),
+        (msgspec.structs.replace(GOOD, prompt_tokens=np.array([1])), "is a ndarray, not a tuple"),
+        (msgspec.structs.replace(GOOD, reward=1.1e15), "the reward 1100000000000000.0"),
+        (msgspec.structs.replace(GOOD, reward=-1e38), "the reward -1e+38"),
+        (msgspec.structs.replace(GOOD, reward=10**400), "between -1e+15 and 1e+15"),
+        (msgspec.structs.replace(GOOD, reward=float("nan")), "the reward nan"),
+        (msgspec.structs.replace(GOOD, reward="1"), "the reward '1'"),
+        (with_drawn(tokens=(np.int64(5), 6)), "part 1.tokens has a int64"),
+        (with_drawn(tokens=(5, -1)), "part 1.tokens are not all within 0"),
+        (with_drawn(tokens=(5, 2**32)), "part 1.tokens are not all within 0"),
+        (with_drawn(versions=(np.int64(3), 3)), "part 1.versions has a int64"),
+        (with_drawn(versions=(-1, 3)), "part 1.versions are not all within 0"),
+        (with_drawn(versions=(3, 2**53 + 1)), "part 1.versions are not all within 0"),
+        (with_drawn(logprobs=(0.0, 5.0)), "part 1.logprobs are not all logarithms"),
+        (with_drawn(logprobs=(0.0, float("nan"))), "part 1.logprobs are not all logarithms"),
+        (with_drawn(logprobs=(0.0, float("-inf"))), "part 1.logprobs are not all logarithms"),
+        (with_drawn(logprobs=(0.0, "a")), "part 1.logprobs are not all numbers"),
+        (with_drawn(logprobs=(0.0,)), "2 tokens, 1 log-probabilities and 2 versions"),
+        (rollout(msgspec.structs.replace(drawn(SOLVER, 5), policy=7)), "part 1.policy is a int"),
+        (rollout(msgspec.structs.replace(drawn(SOLVER, 5), completion=None)), "does not add up"),
+        (rollout(drawn(SOLVER, 5), None), "part 2 is a NoneType"),  # type: ignore[arg-type]
+        (observed(1.5), "part 2.tokens has a float"),
+        (observed("a"), "part 2.tokens has a str"),
+        (observed(-1, 2**40), "part 2.tokens are not all within 0"),
+    ],
+)
+def test_types_and_bounds_are_looked_at_before_anything_is_sent(odd: Rollout, words: str) -> None:
+    with pytest.raises(MalformedWorkflow) as raised:
+        checked([odd], ITEM, 1)
+    assert words in str(raised.value)
+
+
+def test_what_engines_and_verifiers_give_is_taken() -> None:
+    taken = [
+        msgspec.structs.replace(GOOD, reward=None),
+        msgspec.structs.replace(GOOD, reward=1e15),
+        msgspec.structs.replace(GOOD, reward=np.float64(0.5)),
+        with_drawn(logprobs=(np.float32(-0.5), 1e-4)),
+        observed(),
+    ]
+    assert checked(taken, ITEM, len(taken)) == taken

@@ -155,3 +155,16 @@ def test_a_run_of_up_that_was_interrupted_is_there_and_marked(tmp_path: Path) ->
     assert "first-0002/solver" in shown
     with lock_folder(left):  # still running
         assert read_record(inner)[0].state == "open"
+
+
+def test_an_evaluation_without_a_result_has_no_accuracy_but_a_reason(tmp_path: Path) -> None:
+    file = record(tmp_path, "first", [0.1, 0.2])
+    lost = EvaluationStatus(
+        policy="first/solver", version=3, step=3, items=10, scored=0, accuracy=0.0, done=False,
+        failed=10, failure="workflow.malformed",
+    )  # fmt: skip
+    MetricsFiles(tmp_path, ManualClock()).record(RecordEvaluation("first", lost))
+    [found] = read_record(file)
+    assert (found.accuracy_before, found.accuracy_after) == (0.1, None)
+    said = "evaluation held-out v3 not done: 10 items failed (workflow.malformed)"
+    assert said in invoke("history", str(tmp_path)).stdout

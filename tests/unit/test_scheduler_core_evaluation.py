@@ -385,6 +385,19 @@ def test_items_whose_job_keeps_failing_are_left_out_of_the_score(attempts):
         scene.finished(offer)
     [status] = scene.policy().evaluations
     assert (status.scored, status.items, status.done, status.accuracy) == (3, 5, True, 1.0)
+    assert (status.failed, status.failure) == (2, "engine.generation")
+
+
+def test_an_evaluation_without_a_single_answer_is_not_done_and_says_why():
+    scene = make_evaluated(max_attempts=1)
+    scene.joined("a", slots=64)
+    effects = []
+    for offer in evals(scene):
+        effects = scene.failed(offer, "workflow.malformed")
+    [record] = of_type(effects, RecordEvaluation)
+    [status] = scene.policy().evaluations
+    assert record.evaluation == status
+    assert (status.done, status.failed, status.failure) == (False, 5, "workflow.malformed")
 
 
 def test_finished_in_between_evaluations_are_kept_only_for_a_while():

@@ -145,3 +145,16 @@ def test_both_times_of_a_resumed_run_are_of_its_last_life():
     assert "\n9 s, training 2 s of it" in text(found)
     resumed = msgspec.structs.replace(found, resumed=True)
     assert "since it was resumed 9 s, training 2 s of it" in text(resumed)
+
+
+def test_an_evaluation_without_a_result_is_a_problem_and_no_accuracy():
+    lost = {"scored": 0, "done": False, "failed": 20, "failure": "workflow.malformed"}
+    found = summary(
+        evaluations=(evaluated("held-out", 0, 0.0, **lost), evaluated("held-out", 2, 0.5))
+    )
+    [policy] = found.policies
+    assert (policy.accuracy_before, policy.accuracy_after) == (None, 0.5)
+    [problem] = [text for text in found.problems if "evaluation" in text]
+    assert problem == (
+        f"evaluation held-out of {policy.policy} v0: not done: 20 items failed (workflow.malformed)"
+    )

@@ -125,6 +125,7 @@ def test_parts_of_a_mixture_may_be_functions(module: ModuleType) -> None:
         ("wrong", {"prompt": " "}, "prompt: is empty"),
         ("wrong", {"prompt": "p", "meta": {1, 2}}, "item 0: meta: .* use a text or what JSON"),
         ("wrong", None, "item 0: Expected `object`"),
+        ("wrong", {"prompt": "\ud800"}, "a lone surrogate is no text"),
         ("wrong", {"prompt": "p", "family": "f" * 81}, "family: longer than 80 characters"),
     ],
 )

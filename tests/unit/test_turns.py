@@ -224,7 +224,8 @@ async def test_state_comes_back_and_what_cannot_be_kept_does_not_end_the_attempt
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("settings", "said"), [({"turns": 0}, "settings.turns"), ({"retry": 3}, "settings.retry")]
+    ("settings", "said"),
+    [({"turns": 0}, "$.turns"), ({"retry": 3}, "$.retry"), ({"retries": 3}, "retries")],
 )
 async def test_impossible_settings_of_multi_turn_are_named(
     bench: Bench, settings: dict[str, Any], said: str

@@ -9,6 +9,7 @@ from rich.console import Console
 from status_views import run as run_row
 from status_views import step
 
+from farflow.evaluation_text import evaluation_line
 from farflow.inspect_commands import event_lines, history_lines
 from farflow.view import (
     PLAIN_WIDTH,
@@ -18,7 +19,6 @@ from farflow.view import (
     clock_text,
     counter_notes,
     demand_lines,
-    evaluation_line,
     overview,
     policy_delta_text,
     printable,
@@ -287,3 +287,24 @@ def test_what_was_refused_is_said_in_words() -> None:
         "refused.CODE: what peers asked for and did not get; run.unknown: of a run"
     )
     assert "other" not in line
+
+
+FAILED = {"scored": 0, "done": False, "failed": 20, "failure": "workflow.malformed"}
+
+
+def test_an_evaluation_without_answers_is_not_done_and_says_why():
+    found = evaluated("held-out", 4, 0.0, **FAILED)
+    said = "not done: 20 items failed (workflow.malformed)"
+    assert evaluation_line(found) == f"evaluation p v4 {said}"
+    text = with_evaluations(found)
+    assert "0.0 %" not in text
+    assert f"v4: {said}" in text
+    empty = evaluated("held-out", 4, 0.0, scored=0, done=False, failure="it has no items")
+    assert evaluation_line(empty) == "evaluation p v4 not done: it has no items"
+
+
+def test_an_evaluation_that_lost_items_says_so_beside_its_result():
+    found = evaluated("held-out", 4, 0.5, scored=12, failed=8, failure="reward.timeout")
+    assert evaluation_line(found) == (
+        "evaluation p v4 accuracy 50.0 % over 12 held-out items; 8 items failed (reward.timeout)"
+    )

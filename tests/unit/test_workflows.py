@@ -247,6 +247,10 @@ async def swallows(context: WorkflowContext, item: Item) -> Any:
             await asyncio.Event().wait()
 
 
+async def sleeps(context: WorkflowContext, item: Item) -> Any:
+    await asyncio.Event().wait()
+
+
 async def swallows_everything(context: WorkflowContext, item: Item) -> Any:
     while True:
         with contextlib.suppress(BaseException):
@@ -316,12 +320,15 @@ async def test_an_aborted_runaway_reports_nothing_and_closing_leaves_nothing(ben
 
 
 @pytest.mark.asyncio
-async def test_what_a_workflow_leaves_running_lives_until_the_agent_closes(bench: Bench) -> None:
+@pytest.mark.parametrize("leave", [swallows, sleeps])
+async def test_what_a_workflow_leaves_running_ends_with_it(
+    bench: Bench, leave: WorkflowFunction
+) -> None:
     left: list[asyncio.Task[Any]] = []
     single = load_workflow("single_turn").function
 
     async def leaves_a_task(context: WorkflowContext, item: Item) -> Any:
-        left.append(asyncio.create_task(swallows(context, item)))
+        left.append(asyncio.ensure_future(leave(context, item)))
         return await single(context, item)
 
     await bench.start()
@@ -329,10 +336,9 @@ async def test_what_a_workflow_leaves_running_lives_until_the_agent_closes(bench
     async with asyncio.TaskGroup() as tasks:
         runner.start(RunAttempt(offer=offer(), queued_s=0.0), tasks)
     assert isinstance(bench.events[-1], GroupSpooled)
-    assert not left[0].done()
-    async with asyncio.timeout(10):
-        await runner.close()
     assert left[0].done()
+    assert runner.stuck == (leave is swallows)
+    await runner.close()
 
 
 @pytest.mark.asyncio
@@ -358,6 +364,53 @@ async def test_a_task_that_the_agent_starts_for_a_workflow_is_not_the_workflows(
     started[0].cancel()
 
 
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("\ud800 \x00"), "ValueError: \\ud800 \x00"),
+        (ValueError("x" * 10**6), "ValueError: xxx"),
+        (NoText(), "NoText: a NoText without a text"),
+        (GenerationFailed("\udfff"), "\\udfff"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_whatever_an_exception_says_can_be_sent(
+    bench: Bench, error: Exception, words: str
+) -> None:
+    async def raises(context: WorkflowContext, item: Item) -> Any:
+        raise error
+
+    failed = crash(await bench.run(raises))
+    assert failed.detail.startswith(words)
+    assert len(failed.detail.encode()) <= 4000
+
+
+@pytest.mark.asyncio
+async def test_a_group_with_more_tokens_than_a_trainer_takes_is_malformed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_agent.attempt_group.MAX_GROUP_TOKENS", 20)
+    failed = crash(await bench.run(load_workflow("single_turn").function))
+    assert failed.code == "workflow.malformed"
+    assert "has room for 20" in failed.detail
+
+
+@pytest.mark.asyncio
+async def test_what_the_scheduler_would_refuse_is_not_spooled(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.summaries.MAX_SUMMARY_BYTES", 10)
+    failed = crash(await bench.run(load_workflow("single_turn").function))
+    assert failed.code == "workflow.malformed"
+    assert "the summary takes" in failed.detail
+    assert bench.spool.size_bytes == 0
+
+
 @pytest.mark.asyncio
 async def test_a_wrong_signature_ends_its_attempt(bench: Bench) -> None:
     async def no_item(context: WorkflowContext) -> Any:
@@ -376,7 +429,7 @@ async def test_a_wrong_signature_ends_its_attempt(bench: Bench) -> None:
         ({"prompt_tokens": ("a",)}, "workflow.malformed", "does not add up"),
         ({"prompt_tokens": 3}, "workflow.malformed", "does not add up"),
         ({"parts": ("a",)}, "workflow.malformed", "no policy generated"),
-        ({"finish_reason": object()}, "attempt.error", "object"),
+        ({"finish_reason": object()}, "workflow.malformed", "finish_reason is a object"),
     ],
 )
 @pytest.mark.asyncio
@@ -400,8 +453,8 @@ async def test_tokens_that_are_none_end_their_attempt(bench: Bench) -> None:
         return [msgspec.structs.replace(Rollout.of(one, 0.0), parts=parts)]
 
     failed = crash(await bench.run(odd, group_size=1))
-    assert failed.code == "protocol.local"
-    assert "does not fit" in failed.detail
+    assert failed.code == "workflow.malformed"
+    assert "part 2.tokens are not all within 0 and 4294967295" in failed.detail
 
 
 @pytest.mark.asyncio
@@ -424,7 +477,7 @@ async def test_a_group_that_fits_in_no_frame_says_what_to_lower(
         return [rollout] * context.group_size
 
     failed = crash(await bench.run(huge, group_size=2, max_new_tokens=2**15))
-    assert failed.code == "integrity.size"
+    assert failed.code == "workflow.malformed"
     assert "lower group_size" in failed.detail
 
 

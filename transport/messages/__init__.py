@@ -35,6 +35,7 @@ from transport.messages.agents import (
 from transport.messages.base import (
     FEATURE_OFFERS,
     MAX_COUNT,
+    MAX_FINITE,
     MAX_ID_LENGTH,
     PROTOCOL_VERSION,
     WORK_PLANES,
@@ -150,6 +151,7 @@ __all__ = [
     "KNOWN_KINDS",
     "MAX_COUNT",
     "MAX_DRIFTS",
+    "MAX_FINITE",
     "MAX_ID_LENGTH",
     "MAX_JOBS_PER_SUBMIT",
     "PROTOCOL_VERSION",

@@ -19,8 +19,9 @@ MAX_ID_LENGTH = 200
 """Ids are made of names of up to 48 characters each (``transport.ids``)."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
-"""Neither NaN nor infinite, and sums of it are not either."""
+MAX_FINITE = 1e15
+Finite = Annotated[float, Meta(ge=-MAX_FINITE, le=MAX_FINITE)]
+"""Neither NaN nor infinite, and sums of it are not either. Rewards are within these bounds, too."""
 By = Annotated[str, Meta(max_length=64)]
 """For whom an operator's key gives an order, as ``http:NAME``; "" for its holder."""
 Id = Annotated[str, Meta(max_length=MAX_ID_LENGTH)]

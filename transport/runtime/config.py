@@ -167,7 +167,7 @@ def convert(data: Mapping[str, Any], kind: type[T], where: str = "") -> T:
         elif unknown := _UNKNOWN.fullmatch(reason):
             known = getattr(_struct_of(_type_at(kind, path)), "__struct_fields__", ())
             path += f".{unknown[1]}"
-            reason = f"unknown key; known are {', '.join(sorted(known))}"
+            reason = f"unknown key; known are {', '.join(sorted(known)) or 'none'}"
         key = f"{where}{path}".lstrip(".") or where or "the file"
         raise ConfigError(f"{key}: {reason}") from error
 
@@ -216,7 +216,9 @@ def _strict(value: Any, kind: Any, where: str) -> Any:
     for key, inner in value.items():
         path = f"{where}.{key}".lstrip(".")
         if key not in fields:
-            raise ConfigError(f"{path}: unknown key; known are {', '.join(sorted(fields))}")
+            raise ConfigError(
+                f"{path}: unknown key; known are {', '.join(sorted(fields)) or 'none'}"
+            )
         if isinstance(inner, str) and key.endswith("_bits_per_s"):
             inner = parse_rate_bits_per_s(inner, path)
         elif isinstance(inner, str) and key.endswith("_s"):

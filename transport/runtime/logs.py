@@ -6,6 +6,7 @@ What always holds:
    output is not a terminal, aligned text when it is.
 2. A log file is bounded: ``file_bytes`` and ``LOG_FILE_GENERATIONS`` older ones of that size.
 3. Calling ``configure_logging`` again replaces what it did before and nothing else.
+4. No text or value of an event makes rendering fail (``transport.texts``).
 """
 
 import logging
@@ -21,6 +22,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from transport.errors import ConfigError, StoreError
 from transport.runtime.files import store_errors
+from transport.texts import all_encodable, encodable, shown
 
 LEVELS: Final[dict[str, int]] = {
     "debug": logging.DEBUG,
@@ -32,7 +34,14 @@ LOG_FILE_BYTES: Final = 16 * 1024 * 1024
 LOG_FILE_GENERATIONS: Final = 3
 _HANDLER_NAME: Final = "farflow"
 
-_encoder = msgspec.json.Encoder(enc_hook=repr, order=None)
+_encoder = msgspec.json.Encoder(enc_hook=shown, order=None)
+
+
+class Formatter(structlog.stdlib.ProcessorFormatter):
+    """Structlog's, whose lines any handler can write."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return encodable(super().format(record))
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -71,7 +80,7 @@ def configure_logging(
         else [structlog.dev.ConsoleRenderer(colors=is_terminal)]
     )
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
+        Formatter(
             foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
         )
@@ -131,7 +140,24 @@ def shared_processors(component: str) -> list[Processor]:
 def _to_json(event: EventDict, default: Callable[[Any], Any], **_: object) -> str:
     """``default`` (structlog's fallback) is not needed: what JSON lacks is written as its repr."""
     ordered = {"timestamp": event.pop("timestamp", None), "event": event.pop("event", None)}
-    return _encoder.encode({**ordered, **event}).decode()
+    line = {**ordered, **event}
+    try:
+        return _encoder.encode(line).decode()
+    except Exception:  # noqa: BLE001 - an event that is shown otherwise is better than none
+        return _encoder.encode(_as_far_as_possible(line)).decode()
+
+
+def _as_far_as_possible(line: dict[str, Any]) -> dict[str, Any]:
+    """Values that JSON takes as they are, all others as text."""
+    found: dict[str, Any] = {}
+    for key, value in line.items():
+        clean = all_encodable(value)
+        try:
+            _encoder.encode(clean)
+        except Exception:  # noqa: BLE001 - as above
+            clean = shown(value)
+        found[encodable(key)] = clean
+    return found
 
 
 json_line: Final = structlog.processors.JSONRenderer(_to_json)
