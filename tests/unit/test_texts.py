@@ -65,7 +65,11 @@ def test_any_text_goes_into_a_message() -> None:
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_any_value_goes_into_the_log(as_json: bool, tmp_path: Path) -> None:
+def test_any_value_goes_into_the_log(
+    as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pytest's own handlers would put the text into a report that pytest-xdist cannot send.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     file, stream = tmp_path / "log", io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     nested: list[Any] = []
     nested.append(nested)
