@@ -130,10 +130,12 @@ def test_activations_that_are_computed_again_give_the_same_bits(folders):
         for trainer in (plain, again):
             trainer.load(folders[kind])
         calls = count_forwards(again._loaded().model)
-        for seed in range(2):
+        steps = 2
+        for seed in range(steps):
             assert plain.step(groups_of(seed)) == again.step(groups_of(seed))
         assert plain.published_state() == again.published_state()
-        assert calls["attention"] == 2 * calls["model"]
+        # Once more in each backward pass; what is computed without one is not computed again.
+        assert calls["attention"] == calls["model"] + steps
 
 
 def count_forwards(model):
