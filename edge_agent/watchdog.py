@@ -8,13 +8,15 @@ Python ends there and its attempt fails with ``workflow.stalled``. A call into C
 exceptions, so after ``TRIES`` of them, ``TRY_S`` apart, the process ends with ``EXIT_STALLED``, and
 whoever keeps it starts it again. A call that even keeps other threads from running (a regular
 expression that does not come to an end) is seen by ``faulthandler``, which needs none of Python's
-locks: it ends the process with status 1 after ``LOCKED_STALLS`` times ``stall_s``.
+locks: it ends the process with status 1 after ``LOCKED_STALLS`` times ``stall_s``. It cannot tell
+that from a process that was stopped for as long (SIGSTOP, a suspended machine), which ends when it
+goes on, and is started again.
 
 What always holds: nothing is raised, and the process is not ended in order, unless a workflow is on
-the loop's stack at that moment; what is quiet because the whole process was stopped counts as one
-look. The stack is looked at in the same turn of this thread as the exception is set. Should the
-workflow return in between all the same, the exception ends another task: the agent's, with status
-1, which is answered by a restart as well.
+the loop's stack at that moment; a shorter stop of the whole process counts as one look. The stack
+is looked at in the same turn of this thread as the exception is set. Should the workflow return in
+between all the same, the exception ends another task: the agent's, with status 1, which is answered
+by a restart as well.
 """
 
 import asyncio

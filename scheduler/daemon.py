@@ -217,7 +217,7 @@ class _Daemon:
         )
         services = Services(config)
         gateway = {"gateway": keep_gateway(config)} if config.http.enabled else {}
-        service_parts = _tasks({**services.parts(), **gateway})
+        # The event log comes before every other task: the writer does what it is given in order.
         own_parts = _tasks(
             {
                 "event log": self._begin_event_log(),
@@ -233,6 +233,7 @@ class _Daemon:
                 **self._decider.parts(),
             }
         )
+        service_parts = _tasks({**services.parts(), **gateway})
         stopping = asyncio.create_task(stop.wait())
         failed: BaseException | None = None
         try:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 CLOSE_TIMEOUT_S = 1.0
 """Longest wait for a closed hub's port to be free again."""
 
+MAX_ENDED = 4096
+"""Routes of connections that are over, of which messages may still be waiting to be read."""
+
 AUTO_ROUTE_BYTES = 5
 """Routes that libzmq makes are a zero byte and a counter; peers' own names are anything else."""
 
@@ -45,6 +48,7 @@ class ZmqHub(End[Inbound]):
         self._domain = f"hub-{id(self):x}"
         self._connections: dict[bytes, _Connection] = {}
         self._routes: dict[int, bytes] = {}
+        self._ended: dict[bytes, None] = {}
         self._refused: set[str] = set()
         self._listener_closed = asyncio.Event()
         self._refused_key = ""
@@ -140,7 +144,9 @@ class ZmqHub(End[Inbound]):
             # Cannot be with our ZAP handler; a message without a key is nobody's.
             return None
         known = self._connections.get(route)
-        if (known is None or known.identity != identity) and not self._note(route, identity, head):
+        unknown = known is None or known.identity != identity
+        # What waited while its connection ended says a descriptor that may be another's by now.
+        if unknown and route not in self._ended and not self._note(route, identity, head):
             return None
         if identity in self._refused:
             if self._authorise is not None and self._authorise(identity) is None:
@@ -161,7 +167,7 @@ class ZmqHub(End[Inbound]):
             return True
         stale = self._routes.get(descriptor)
         if stale is not None:
-            self._connections.pop(stale, None)
+            self._drop(stale)
         self._routes[descriptor] = route
         self._connections[route] = _Connection(identity, descriptor, inode)
         return True
@@ -171,7 +177,20 @@ class ZmqHub(End[Inbound]):
         if connection is None:
             return
         self._routes.pop(connection.descriptor, None)
+        self._end(route)
         shut_down(connection.descriptor, connection.inode)
+
+    def _drop(self, route: bytes) -> None:
+        """Its connection is over, or an event of the one that had its descriptor before is read
+        only now. In the second case its next message makes it known again."""
+        connection = self._connections.pop(route, None)
+        if connection is not None and inode_of(connection.descriptor) != connection.inode:
+            self._end(route)
+
+    def _end(self, route: bytes) -> None:
+        self._ended[route] = None
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def _authorise_noted(self, key: str) -> Peer | None:
         peer = self._authorise(key) if self._authorise is not None else None
@@ -190,7 +209,7 @@ class ZmqHub(End[Inbound]):
                 self.limits.gone(value)
             route = self._routes.pop(value, None)
             if route is not None:
-                self._connections.pop(route, None)
+                self._drop(route)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.handshake_failures += 1
             self.last_failure = f"key {self._refused_key} is not authorised"

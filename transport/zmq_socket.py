@@ -12,7 +12,7 @@ import resource
 import struct
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 import zmq
@@ -43,8 +43,6 @@ HANDSHAKE_FAILURES = (
 
 _EVENT = struct.Struct("=HI")
 _MORE = zmq.SNDMORE | zmq.NOBLOCK
-
-LOOK_S: Final = 0.5
 
 T = TypeVar("T")
 
@@ -181,15 +179,11 @@ class End(Generic[T]):
         return batch, False
 
     async def _wait(self) -> None:
-        """Only after a receive that found nothing (see the top). Not for ever: should an edge of
-        the descriptor be lost all the same, it costs ``LOOK_S`` and not the connection."""
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        look = loop.call_later(LOOK_S, self._wake)
+        """Only after a receive that found nothing (see the top)."""
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
-            look.cancel()
             self._waiter = None
 
     def _wake(self) -> None:

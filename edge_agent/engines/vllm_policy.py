@@ -321,9 +321,8 @@ class VllmPolicy:
             if problem := await self._staged():
                 await self._asked("drop")
         except EngineError as error:
-            if (
-                llm is None or llm.errored
-            ):  # before whoever gave them hears that they were not taken
+            if llm is None or llm.errored:
+                # Before whoever gave the weights hears that they were not taken.
                 self._die("vLLM died")
             raise WeightApplyFailed(f"{where}: {error}") from error
         if problem:

@@ -28,7 +28,7 @@ _CALLS: Final = frozenset(
 
 
 class FarflowExtension:
-    """The call that an agent makes on every worker; ``vllm_calls`` is the other side."""
+    """The call that an agent makes on every worker; ``vllm_weights`` is the other side."""
 
     def farflow_call(self, question: bytes) -> bytes:
         """``[name, arguments]`` to ``[what went wrong, answer]``, both as MessagePack."""

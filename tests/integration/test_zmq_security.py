@@ -16,6 +16,7 @@ from transport.errors import ConfigError, PeerUnreachable
 from transport.keys import DeploymentKeys, KeyPair, Peer, create_keys
 from transport.links import Inbound, LinkOptions
 from transport.messages import Plane, Role
+from transport.zmq_limits import inode_of
 from transport.zmq_links import ZmqHub, ZmqLink, ZmqNetwork
 from transport.zmq_socket import (
     CONNECTION_LOST,
@@ -196,6 +197,38 @@ def unreachable(hub: ZmqHub, route: bytes) -> bool:
     except PeerUnreachable:
         return True
     return False
+
+
+async def test_what_a_revoked_agent_said_last_cuts_nobody_who_has_its_descriptor_now(
+    network, keys, hub, allowed, folder
+):
+    link = connect(network, hub, keys.agents["paris"], keys.server)
+    await link.wait_connected()
+    link.send([HEAD, b"hello"])
+    await hear(hub)
+    [(route, ended)] = hub._connections.items()
+    for _ in range(10):
+        link.send([HEAD, b"on its way"])
+    (folder / "authorized" / "paris.toml").unlink()
+    for identity in allowed.refresh(now=1.0).removed:
+        hub.disconnect(identity)
+    await link.wait_disconnected()
+    await link.close()
+    await eventually(lambda: unreachable(hub, route))
+    # Descriptors are the lowest numbers that are free: one of these, at either of its ends, gets
+    # the one that ended.
+    links = [connect(network, hub, keys.agents["tokyo"], keys.server) for _ in range(8)]
+    for link in links:
+        await link.wait_connected()
+    for _ in range(2):
+        for link in links:
+            link.send([HEAD, b"honest"])
+        heard: list[Inbound] = []
+        while len(heard) < len(links):
+            heard += await hub.recv()
+        assert all(message.frames == [HEAD, b"honest"] for message in heard)
+    assert hub.peers == len(links)
+    assert inode_of(ended.descriptor) not in (None, ended.inode), "nothing was tried here"
 
 
 async def test_a_revoked_key_that_had_never_spoken_is_cut_off_at_its_first_word(
