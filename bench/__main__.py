@@ -19,6 +19,7 @@ NAMES = (
     "placement",
     "simulator_network",
     "simulator_scale",
+    "trainer_memory",
     "trajectory",
     "virtual_chaos",
     "wire",

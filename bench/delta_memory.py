@@ -104,7 +104,7 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}: this bench needs Linux")
 
 
-def _extra_bytes(work: Callable[[], _Made]) -> tuple[int, _Made]:
+def extra_bytes(work: Callable[[], _Made]) -> tuple[int, _Made]:
     """The peak of resident memory during ``work``, less what was resident before."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -134,10 +134,10 @@ def _sides(coders: list[str], share: float, cells: int) -> dict[str, float]:
     facts: dict[str, float] = {"model_bytes": sum(t.size_bytes for t in old.values())}
     for coder in coders:
         settings = _warm(coder, old, new)
-        facts[f"{coder}, encode"], made = _extra_bytes(
+        facts[f"{coder}, encode"], made = extra_bytes(
             functools.partial(published, old, new, base, settings)
         )
-        facts[f"{coder}, decode and apply"], undo = _extra_bytes(
+        facts[f"{coder}, decode and apply"], undo = extra_bytes(
             functools.partial(_receive, arena, made)
         )
         assert arena.rescan().hex == made.manifest.digest

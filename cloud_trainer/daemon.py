@@ -9,7 +9,6 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from transport.ids import is_name
 from transport.links import Network
 from transport.messages import WORK_PLANES
 from transport.plane_links import PlaneLinks
+from transport.runtime.build import installed_build
 from transport.runtime.clock import Clock, SystemClock
 from transport.runtime.metrics_http import serve_metrics
 
@@ -75,7 +75,7 @@ async def run_daemon(
     keys = await asyncio.to_thread(
         load_keys, config.transport, table.policy, link=table.key, signing=table.signing_key
     )
-    build = await asyncio.to_thread(_build)
+    build = await asyncio.to_thread(installed_build)
     clock = SystemClock() if clock is None else clock
     own_network = network is None
     if network is None:
@@ -179,10 +179,3 @@ async def _incarnations(
                 # New connections: what was asked for on the old ones is then asked for again.
                 for plane in WORK_PLANES:
                     links.renew(plane)
-
-
-def _build() -> str:
-    try:
-        return metadata.version("farflow")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        return "0"

@@ -67,24 +67,6 @@ def fact_names(settings: TorchSettings) -> tuple[str, ...]:
     return tuple(names)
 
 
-def token_log_probabilities(
-    logits: "torch.Tensor", targets: "torch.Tensor", *, temperature: float = 1.0
-) -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Log-probability of each target at ``temperature``, and entropy in nats (without gradient).
-
-    ``logits`` [rows, columns, vocabulary], ``targets`` [rows, columns]; results [rows, columns],
-    float32.
-    """
-    import torch
-
-    everything = torch.log_softmax(logits.float() / temperature, dim=-1)
-    chosen = everything.gather(-1, targets[..., None])[..., 0]
-    with torch.no_grad():
-        detached = everything.detach()
-        entropy = -(detached.exp() * detached).sum(dim=-1)
-    return chosen, entropy
-
-
 def kl_terms(
     now: "torch.Tensor", reference: "torch.Tensor", estimator: KlEstimator
 ) -> "torch.Tensor":

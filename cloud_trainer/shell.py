@@ -148,8 +148,8 @@ class TrainerShell:
         return ended
 
     def _parts(self, stop: asyncio.Event) -> list[Coroutine[Any, Any, None]]:
-        receivers = [self._receive(plane) for plane in WORK_PLANES]
-        return [*receivers, self._chunks.run(), self._keep_time(), self._watch(stop)]
+        links = [part(p) for p in WORK_PLANES for part in (self._receive, self._links.watch)]
+        return [*links, self._chunks.run(), self._keep_time(), self._watch(stop)]
 
     async def _watch(self, stop: asyncio.Event) -> None:
         await stop.wait()

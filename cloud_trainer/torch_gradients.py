@@ -11,13 +11,15 @@ What always holds:
 3. Where a KL in the reward meets a critic, each token has its own part of it as a reward.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cloud_trainer.advantages import Values
-from cloud_trainer.batching import Batch, MicroBatch
+from cloud_trainer.batching import Batch, Ints, MicroBatch
 from cloud_trainer.critic import Critic, estimated, estimates, token_rewards
 from cloud_trainer.honesty import Comparison
 from cloud_trainer.losses import (
@@ -25,8 +27,8 @@ from cloud_trainer.losses import (
     fact_names,
     kl_terms,
     policy_losses,
-    token_log_probabilities,
 )
+from cloud_trainer.precision import computing
 from cloud_trainer.second_moment import within_budget
 from cloud_trainer.torch_learner import Learner
 from cloud_trainer.torch_settings import TorchSettings
@@ -201,17 +203,73 @@ def _forward(
     model: Any, learner: Learner, micro: MicroBatch, settings: TorchSettings, device: str
 ) -> tuple["torch.Tensor", float]:
     """Log-probabilities of the trained tokens [trained] and the sum of entropies there."""
+    from cloud_trainer.log_probabilities import token_log_probabilities  # needs torch at once
+
     arguments = {"input_ids": _tensor(micro.tokens, device), "use_cache": False}
     # One more than is used: the last column predicts what comes behind the sequences.
     wanted = micro.kept + 1
     if learner.keeps_logits:
         arguments["logits_to_keep"] = wanted
-    logits = model(**arguments).logits[:, -wanted:-1]
+    places, which = _places(micro)
+    row, column = np.divmod(places, micro.kept)
+    needed = _Places(_tensor(row, device), _tensor(column, device), wanted, micro.tokens.shape)
+    with needed.alone(model), computing(settings.precision, device):
+        logits = model(**arguments).logits
     chosen, entropy = token_log_probabilities(
-        logits, _tensor(micro.targets, device), temperature=settings.temperature
+        needed.of_logits(logits),
+        _tensor(micro.targets[row, column][None], device),
+        temperature=settings.temperature,
     )
-    row, column = _tensor(micro.row, device), _tensor(micro.column, device)
-    return chosen[row, column], float(entropy[row, column].sum())
+    index = _tensor(which, device)
+    return chosen[0, index], float(entropy[0, index].sum())
+
+
+def _places(micro: MicroBatch) -> tuple[Ints, Ints]:
+    """The places in ``targets`` (flat) that have a trained token, and for every trained token
+    which of them is its own [trained]. Never none, so that work with nothing to learn from goes
+    the same way through the model as any other."""
+    places, which = np.unique(micro.row * micro.kept + micro.column, return_inverse=True)
+    return (places if len(places) else np.zeros(1, np.int64)), which
+
+
+class _Places:
+    """Where logits are needed: at ``row`` and ``column`` [places] among the ``wanted`` last columns
+    of tokens of this ``shape``."""
+
+    def __init__(
+        self, row: "torch.Tensor", column: "torch.Tensor", wanted: int, shape: tuple[int, ...]
+    ) -> None:
+        self._row, self._column, self._wanted = row, column, wanted
+        self._shapes = (shape, (shape[0], wanted))
+
+    @contextlib.contextmanager
+    def alone(self, model: Any) -> Iterator[None]:
+        """Let the model's output layer compute these places only, [1, places] instead of [rows,
+        columns], if the model says which layer that is. What a model does with its logits
+        afterwards (a bound, a scale) it does to each place by itself."""
+        output = model.get_output_embeddings()
+        if output is None:
+            yield
+            return
+        hook = output.register_forward_pre_hook(self._cut)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def of_logits(self, logits: "torch.Tensor") -> "torch.Tensor":
+        """Logits of the places [1, places, vocabulary], whether or not the model left out the
+        others."""
+        # Whole ones have more than one row, or more columns than there are places in a row.
+        return self._at(logits) if logits.shape[:2] in self._shapes else logits
+
+    def _cut(self, _: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not inputs or inputs[0].dim() != 3 or inputs[0].shape[:2] not in self._shapes:
+            return None  # not a state per token: the model has its own way, which we let it go
+        return (self._at(inputs[0]), *inputs[1:])
+
+    def _at(self, values: "torch.Tensor") -> "torch.Tensor":
+        return values[self._row, self._column + (values.shape[1] - self._wanted)][None]
 
 
 def _values(critic: Critic, micro: MicroBatch, device: str) -> "torch.Tensor":

@@ -1,8 +1,8 @@
 """The frozen model that a KL term compares with: the run's version 0.
 
-It is the folder that training started from, also after a restart, computed in float32 like the
-learner itself: at version 0 the two give the same bits, and the KL is exactly 0. It lies over the
-ranks as the learner does.
+It is the folder that training started from, also after a restart, in float32 and computed like the
+learner itself, in its ``precision``: at version 0 the two give the same bits, and the KL is exactly
+0. It lies over the ranks as the learner does.
 """
 
 from pathlib import Path

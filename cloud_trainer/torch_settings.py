@@ -15,6 +15,7 @@ ClipForm = Literal["ppo", "cispo", "none"]
 Aggregation = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
+Precision = Literal["float32", "bfloat16"]
 
 Coefficient = Annotated[float, Meta(ge=0.0, le=1e6)]
 
@@ -26,8 +27,12 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     off ``ratio_max``, ``overlong_penalty``, ``kl_coefficient``, ``importance_cap`` and
     ``second_moment_budget``. ``max_tokens`` is the length that ``aggregation = "constant"`` and
     ``overlong_penalty`` refer to. ``temperature`` must be the one that sequences are drawn at:
-    recorded log-probabilities are taken there. ``critic`` is for ``baseline = "critic"`` only,
-    which has the defaults of that table without it."""
+    recorded log-probabilities are taken there. ``precision`` is that of the forward and backward
+    passes; masters, optimizer, log-probabilities and losses are float32 either way. Choose
+    ``bfloat16`` on a GPU, whose matrix units are many times faster at it and whose attention needs
+    less memory; ``float32`` for small models on CPUs and for comparisons to the last digit.
+    ``critic`` is for ``baseline = "critic"`` only, which has the defaults of that table without
+    it."""
 
     lr: Annotated[float, Meta(ge=0.0, le=1.0)] = 1e-4
     warmup_steps: Annotated[int, Meta(ge=0)] = 10
@@ -37,6 +42,7 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weight_decay: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0.0)] = 1.0
     micro_batch_tokens: Annotated[int, Meta(ge=1)] = 16384
+    precision: Precision = "float32"
     gradient_checkpointing: bool = False
     lora: LoraTable | None = None
     temperature: Annotated[float, Meta(gt=0.0)] = 1.0

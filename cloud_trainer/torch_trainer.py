@@ -2,8 +2,9 @@
 
 What always holds:
 
-1. The masters are float32 whatever the folder's type: updates below half a bf16 ulp accumulate.
-   What is published is their rounding to the type that the folder has, under the folder's names.
+1. The masters are float32 whatever the folder's type and the ``precision`` of the passes: updates
+   below half a bf16 ulp accumulate. What is published is their rounding to the type that the
+   folder has, under the folder's names.
 2. A step whose loss or gradient is not finite changes nothing, and the metric ``skipped`` says so;
    neither does a step without signal (all advantages zero, no KL), where ``trained_tokens`` is 0.
 3. There is no randomness in here (no dropout): equal state and groups give equal bits on the same
@@ -26,6 +27,7 @@ from cloud_trainer.honesty import Comparison
 from cloud_trainer.lora import Adapter, adapter_parameters, add_adapters, published_files
 from cloud_trainer.model_blocks import checkpoint_activations
 from cloud_trainer.optimizer_state import check_saved, restore, saved
+from cloud_trainer.precision import check_precision
 from cloud_trainer.presets import resolve_settings
 from cloud_trainer.ranks import Ranks, SingleRank
 from cloud_trainer.spread import spread_over
@@ -53,7 +55,8 @@ class TorchTrainer:
     model lies over them, and on the devices that they say.
 
     Raises:
-        ConfigError: a setting is unknown or out of range, or torch is not installed.
+        ConfigError: a setting is unknown or out of range, or nothing that the device can do, or
+            torch is not installed.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class TorchTrainer:
         self.settings = resolve_settings(settings, where)
         self.step_count = 0
         self._spread = spread_over(SingleRank() if ranks is None else ranks, device)
+        check_precision(self.settings.precision, self._spread.device, where)
         self._threads = threads
         self._updates = 0
         self._drifts: tuple[GroupDrift, ...] = ()

@@ -59,7 +59,7 @@ class ChatSession:
         self._context = context
         self._number = number
         self._options = options
-        self._record = Conversations(context.engine, MAX_TURNS * context.max_new_tokens)
+        self._record = Conversations(context.texts, MAX_TURNS * context.max_new_tokens)
         self._running: set[asyncio.Task[list[Generated]]] = set()
         self._waiting = 0
         self._calls = 0

@@ -127,8 +127,8 @@ def enrol(token_file: str, folder: Path, name: str, new_key: bool, as_json: bool
     """
     import asyncio
 
+    from edge_agent.enrol import another_name, write_config
     from edge_agent.enrol import enrol as let_in
-    from edge_agent.enrol import write_config
     from transport.runtime.files import private_dir
     from transport.runtime.logs import configure_logging
     from transport.token_files import Enrolment, load_token
@@ -152,6 +152,8 @@ def enrol(token_file: str, folder: Path, name: str, new_key: bool, as_json: bool
         click.echo(json.dumps({"name": facts.name, "host": facts.host, "config": str(path)}))
         return
     click.echo(f"enrolled as {facts.name} with {facts.host}")
+    for line in another_name(facts, name):
+        click.echo(line)
     click.echo(f"start it with: farflow agent run --config {path}")
 
 
@@ -242,10 +244,11 @@ def install(
 ) -> None:
     """Make this box an agent that systemd keeps running: enrol, configure, check, start.
 
-    Again it is an upgrade: key and agent.toml stay as they are, the unit is written anew and the
-    agent started again. Nothing is started while `farflow agent doctor` finds something wrong (exit
-    status 1); what it says is printed, and the command can be given again. With --unit-folder, as
-    for an image, the unit is written whatever it says: this need not be the box that will run it.
+    Again it is an upgrade: key and agent.toml stay as they are (an option that says otherwise is
+    refused, exit status 78), the unit is written anew and the agent started again. Nothing is
+    started while `farflow agent doctor` finds something wrong (exit status 1); what it says is
+    printed, and the command can be given again. With --unit-folder, as for an image, the unit is
+    written whatever it says: this need not be the box that will run it.
     """
     from edge_agent.install import install_agent
     from transport.runtime.logs import configure_logging

@@ -4,8 +4,8 @@ What always holds: probes run in the order in which each needs the ones before i
 probe that failed is skipped, so that the first thing named is the cause; each probe is bounded in
 time; nothing that an agent of the same key does meanwhile is disturbed: the doctor says no hello.
 
-    keys, disk, DNS, TCP per port, CURVE and authorisation, protocol, clock, GPU, engine, memory,
-    models, sandbox
+    keys, disk, DNS, TCP per port, CURVE and authorisation, protocol, build, clock, GPU, engine,
+    memory, models, sandbox
 """
 
 import asyncio
@@ -32,19 +32,19 @@ from edge_agent.enrol import (
     enrolled,
     enrolled_transport,
     new_key_remedy,
-    refuses_key,
     why_not_connected,
 )
+from edge_agent.installation import build_verdict
 from edge_agent.sandbox import probe_sandbox
 from transport.envelope import LIMITS, decode, encode
 from transport.errors import ConfigError, FarflowError, LinkError, ProtocolError, StoreError
 from transport.links import Link, Network, ServerKeys
 from transport.messages import PROTOCOL_VERSION, Plane, Probe, ProbeReply, Refuse
 from transport.plane_links import bracketed, link_options
+from transport.reaching import refuses_key
 from transport.runtime.clock import Clock
 from transport.runtime.commands import run_command
 from transport.runtime.files import atomic_write, private_dir
-from transport.runtime.settings import TransportConfig
 
 if TYPE_CHECKING:
     from transport.keys import KeyPair
@@ -106,6 +106,7 @@ class Doctor:
             ("tcp weights", ("dns",), lambda: self._tcp(Plane.WEIGHTS)),
             ("connection", ("keys", "tcp control"), self._connection),
             ("protocol", ("connection",), self._protocol),
+            ("build", ("protocol",), self._build),
             ("clock", ("protocol",), self._clock_offset),
             ("gpu", (), self._gpu),
             ("engine", (), self._engine),
@@ -213,7 +214,8 @@ class Doctor:
         return f"{host} is {', '.join(sorted({str(entry[4][0]) for entry in found}))}"
 
     async def _tcp(self, plane: Plane) -> str:
-        host, port = self._transport.host, _port(self._transport, plane)
+        setting = f"{plane.value}_port"
+        host, port = self._transport.host, getattr(self._transport, setting)
         began_s = self._clock.monotonic_s()
         try:
             async with asyncio.timeout(TCP_S):
@@ -226,7 +228,7 @@ class Doctor:
         except OSError as error:
             raise _Wrong(
                 f"{host}:{port}: {error.strerror or error}",
-                f"check that the scheduler listens there, and transport.{plane.value}_port",
+                f"check that the scheduler listens there, and transport.{setting}",
             ) from error
         writer.close()
         return f"{host}:{port} in {1000 * (self._clock.monotonic_s() - began_s):.0f} ms"
@@ -273,7 +275,7 @@ class Doctor:
             raise _Wrong("another protocol", "install the same farflow on both sides")
         rtt_ms = 1000 * self._offset_s[0]
         other = ", an agent with this key is connected now" if answered.known else ""
-        return f"farflow {answered.build} knows us as {answered.name!r}, RTT {rtt_ms:.1f} ms{other}"
+        return f"the scheduler knows us as {answered.name!r}, RTT {rtt_ms:.1f} ms{other}"
 
     async def _ask(self, sequence: int) -> tuple[ProbeReply, float]:
         link = self._link
@@ -297,6 +299,9 @@ class Doctor:
             ) from error
         except (LinkError, ProtocolError) as error:
             raise _Wrong(str(error), "install the same farflow on both sides") from error
+
+    async def _build(self) -> str:
+        return _found(build_verdict("" if self._reply is None else self._reply.build))
 
     async def _clock_offset(self) -> str:
         if self._offset_s is None:
@@ -385,14 +390,6 @@ async def _call(within_s: float, *argv: str) -> tuple[int | None, str]:
     except (OSError, TimeoutError):
         return None, ""
     return status, out.decode("utf-8", "replace")
-
-
-def _port(transport: TransportConfig, plane: Plane) -> int:
-    return {
-        Plane.CONTROL: transport.control_port,
-        Plane.TRAJECTORIES: transport.trajectories_port,
-        Plane.WEIGHTS: transport.weights_port,
-    }[plane]
 
 
 def _gb(size_bytes: int) -> str:

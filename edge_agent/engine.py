@@ -7,6 +7,7 @@ carries the version that produced it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
@@ -27,6 +28,12 @@ MAX_STOP_CHARACTERS: Final = 256
 Chat = Sequence[Mapping[str, Any]]
 """Messages of a conversation: ``{"role": "user", "content": "..."}`` and whatever else the chat
 template of the model reads (``tool_calls``, ``tool_call_id``)."""
+
+TemplateArguments = Mapping[str, Any]
+"""What a policy's chat template is given beside messages and tools, such as ``enable_thinking``
+(``policies.NAME.chat_template_kwargs``)."""
+
+NO_ARGUMENTS: Final[TemplateArguments] = MappingProxyType({})
 
 Tools = Sequence[Mapping[str, Any]]
 """Tools that the model may call, as the JSON schemas that chat templates take:
@@ -127,21 +134,39 @@ class Engine(Protocol):
 
     async def close(self) -> None: ...
 
-    def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
-        """Tokens of a prompt, through the chat template when the tokenizer has one."""
+    def encode(
+        self, policy: str, prompt: str, arguments: TemplateArguments = NO_ARGUMENTS
+    ) -> tuple[int, ...]:
+        """Tokens of a prompt, through the chat template when the tokenizer has one.
+
+        Raises:
+            GenerationFailed: as ``encode_chat``, or there are arguments and no template.
+        """
         ...
 
-    def encode_chat(self, policy: str, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
+    def encode_chat(
+        self,
+        policy: str,
+        messages: Chat,
+        tools: Tools = (),
+        arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> tuple[int, ...]:
         """Tokens of a conversation through the chat template, up to where the next answer begins.
         One message of a user is what ``encode`` makes of its text.
 
         Raises:
             GenerationFailed: the tokenizer has no chat template, or its template refuses these
-                messages, or shows no tools.
+                messages or arguments, or shows no tools.
         """
         ...
 
-    def encode_next(self, policy: str, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
+    def encode_next(
+        self,
+        policy: str,
+        answer: Sequence[int],
+        messages: Chat,
+        arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> tuple[int, ...]:
         """Tokens that come behind ``answer``, the tokens that were drawn, when the conversation
         goes on with ``messages`` (a tool's output, the next question): from what ends the answer,
         unless its last token does, up to where the next answer begins. So a conversation stays

@@ -41,6 +41,14 @@ from transport.links import Link, LinkOptions, Network
 from transport.messages import EnrolReply, EnrolRequest, Plane, Refuse, Role
 from transport.permissions import may_send
 from transport.plane_links import bracketed
+from transport.reaching import (
+    NAME,
+    NO_ANSWER,
+    Rarely,
+    address_of,
+    refuses_key,
+    what_to_look_at,
+)
 from transport.runtime.config import convert
 from transport.runtime.config_text import commented_toml
 from transport.runtime.files import atomic_write
@@ -123,12 +131,7 @@ async def why_not_connected(link: Link, within_s: float) -> str:
         except TimeoutError:
             if refuses_key(link.last_failure) and spent_s >= SETTLE_S:
                 break
-    return link.last_failure or "no answer"
-
-
-def refuses_key(why: str) -> bool:
-    """Whether a link's failure says that the hub does not know our key (any more)."""
-    return "refused our key" in why or "not authorised" in why
+    return await link.why() or NO_ANSWER
 
 
 def new_key_remedy(keys: Path) -> str:
@@ -191,6 +194,17 @@ def host_name() -> str:
     return plain.strip("-._")[:48]
 
 
+def another_name(facts: Enrolment, wanted: str) -> list[str]:
+    """What to say to who asked for the name ``wanted``: nothing if that is granted."""
+    if wanted in ("", facts.name):
+        return []
+    return [
+        f"not called {wanted!r} but {facts.name!r}: that is how the scheduler enrolled this folder"
+        " (a token with a prefix numbers its boxes); another name needs a fresh --folder and a"
+        " token without a prefix"
+    ]
+
+
 def config_text(folder: Path, facts: Enrolment, settings: Mapping[str, Any]) -> str:
     """The ``agent.toml`` of an enrolled agent, with every key that it could have; ``settings`` are
     those of ``[agent]`` that its owner chose.
@@ -249,7 +263,7 @@ async def _check_let_in(network: Network, keys: Path, facts: Enrolment, wait_s: 
     if why:
         raise PeerUnreachable(
             f"{keys} holds the key of {facts.name!r}, but whether it is let in is not known:"
-            f" scheduler at {endpoint}: {why}"
+            f" {address_of(endpoint)}: {why}; {what_to_look_at(why, 'its host', 'its port')}"
         )
 
 
@@ -281,8 +295,10 @@ async def _let_in(
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + wait_s
     again_s = AGAIN_S
+    rarely, said = Rarely(), ""
     while True:
-        why = "no answer"
+        due_s = rarely.due_s(loop.time())
+        why = NO_ANSWER
         # One question per connection: a second one is not taken.
         link = network.link(endpoint, _OPTIONS, key=pair, server_key=token.server_key)
         try:
@@ -296,18 +312,35 @@ async def _let_in(
                 raise ConfigError(f"enrolment refused: {answer.code}: {answer.message}")
             why, again_s = f"{answer.code}: {answer.message}", max(AGAIN_S, answer.retry_s)
         except (TimeoutError, LinkError):
-            why = link.last_failure or why
+            why = await link.why() or why
         finally:
             await link.close()
+        address, remedy = address_of(endpoint), _what_to_look_at(why)
         if loop.time() + again_s > deadline_s:
-            raise PeerUnreachable(
-                f"scheduler at {endpoint}: {why}; check that the port is reachable from here and"
-                " that the token is still open (`farflow token ls`: without an open token the"
-                " scheduler does not listen there)"
+            raise PeerUnreachable(f"{address}: {why}. {remedy}")
+        if why != said or loop.time() >= due_s:
+            _log.warning(
+                "enrolment.again", address=address, reason=why, remedy=remedy, in_s=again_s
             )
-        _log.warning("enrolment.again", reason=why, in_s=again_s)
+            rarely.said(loop.time())
+            said = why
         await asyncio.sleep(again_s)
         again_s = min(2 * again_s, AGAIN_MAX_S)
+
+
+def _what_to_look_at(why: str) -> str:
+    if why.startswith(NAME):
+        return (
+            "Does this machine resolve names, and is the address of the token right (`farflow"
+            " token create --host` on the cloud host)?"
+        )
+    if why.startswith("enrol."):
+        return "The scheduler asks to be asked later."
+    # Without an open token the scheduler does not listen there.
+    return (
+        "Is the token still open (`farflow token ls` on the cloud host), the address right, the"
+        " port open?"
+    )
 
 
 async def _ask(link: Link, request: EnrolRequest) -> EnrolReply | Refuse:

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from edge_agent.config import AgentConfig
+from edge_agent.config import AgentConfig, AgentTable
 from edge_agent.draining import CLOSING_S
-from edge_agent.enrol import enrol, enrolled, write_config
+from edge_agent.enrol import another_name, enrol, enrolled, write_config
 from transport.errors import ConfigError
 from transport.runtime.config import load_config
+from transport.runtime.config_text import toml_value
 from transport.runtime.files import private_dir
 from transport.runtime.service_install import Place, become, farflow_argv, give
 from transport.runtime.service_install import install as install_service
@@ -30,6 +31,7 @@ DOCTOR_S: Final = 300.0
 """More than all of its probes may take."""
 MARGIN_S: Final = 15.0
 """Beyond what an agent takes to drain and close."""
+_OPTIONS: Final = ("engine", "device", "slots")
 
 
 def install_agent(
@@ -46,13 +48,17 @@ def install_agent(
     lines that say what was done, and whether all is well.
 
     Raises:
-        ConfigError: no token for a box that needs one, the token is refused, or a setting is wrong.
+        ConfigError: no token for a box that needs one, the token is refused, or a setting is wrong
+            or another one than in the ``agent.toml`` that is there.
         PeerUnreachable: the scheduler does not answer.
         StoreError, ProcessFailed: the disk or systemd refused.
     """
     folder = (folder or default_folder(place.user_units)).absolute()
     if not (folder.is_dir() and os.geteuid() == 0):  # root upgrades what belongs to the agent
         private_dir(folder)
+    file = folder / "agent.toml"
+    if file.exists():
+        _check_kept(file, settings)
     facts = enrolled(folder / "keys")
     if facts is None:
         if token_file is None:
@@ -61,12 +67,14 @@ def install_agent(
                 " `farflow token create` made it on the cloud host"
             )
         facts = asyncio.run(_enrol(token_file, folder / "keys", name))
-    kept = (folder / "agent.toml").exists()
-    file = write_config(folder, facts, settings)
-    lines = [f"agent {facts.name} of {facts.host}", f"{'kept' if kept else 'wrote'}: {file}"]
-    if kept and settings:
-        lines.append(f"not changed: {', '.join(sorted(settings))}; edit {file}")
+        token_file = None
+    kept = file.exists()
+    write_config(folder, facts, settings)
     table = load_config(AgentConfig, [file], environ={}).value.agent
+    lines = [f"agent {facts.name} of {facts.host}", *another_name(facts, name)]
+    if token_file is not None:
+        lines.append(f"kept: the enrolment in {folder / 'keys'}; {token_file} was not used")
+    lines += [f"kept: {_said(table)} ({file}); change it there" if kept else f"wrote: {file}"]
     writable = _writable(Path(table.folder).absolute(), folder, file, place.run_as)
     give(writable, place.run_as)
     cache = folder / "cache"
@@ -94,6 +102,22 @@ def install_agent(
         environment=tuple(environment.items()),
     )
     return [*lines, *install_service(unit, place)], True
+
+
+def _said(table: AgentTable) -> str:
+    return ", ".join(f"{key} = {toml_value(key, getattr(table, key))}" for key in _OPTIONS)
+
+
+def _check_kept(file: Path, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError where ``settings`` ask for something else than the file that stays."""
+    table = load_config(AgentConfig, [file], environ={}).value.agent
+    for key, value in settings.items():
+        if getattr(table, key) != value:
+            there = toml_value(key, getattr(table, key))
+            raise ConfigError(
+                f"--{key} {value}: {file} has {key} = {there}, and a file that is there stays as it"
+                f" is; change agent.{key} there, then give the command without --{key}"
+            )
 
 
 def default_folder(user_units: bool) -> Path:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from edge_agent.answers import answer_in
 from transport.errors import RewardError
 from transport.messages import MAX_FINITE, Item, RewardSpec
 from transport.texts import cut, told
@@ -86,11 +87,16 @@ def gym_score(dataset: str, item: Item, response: str) -> float:
 
 
 def score_one(spec: RewardSpec, item: Item, response: str) -> float:
-    """The reward of one response.
+    """The reward of one response; 0 where it has no answer in the form that ``spec`` asks for.
 
     Raises:
         RewardError: the verifier failed or gave no number within ``MAX_FINITE``; names both.
     """
+    if spec.answer != "whole":
+        found = answer_in(response, spec.answer)
+        if found is None:
+            return 0.0
+        response = found
     try:
         match spec.name:
             case "exact":

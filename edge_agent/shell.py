@@ -53,7 +53,7 @@ from edge_agent.core.machine import AgentCore
 from edge_agent.engine import Engine
 from edge_agent.gpu import GpuWatch
 from edge_agent.home import AgentHome
-from edge_agent.installation import build, core_settings
+from edge_agent.installation import core_settings
 from edge_agent.life import Life, drain_when_asked
 from edge_agent.program_marks import ProgramMarks
 from edge_agent.rewards import RewardPool
@@ -82,6 +82,7 @@ from transport.messages import (
 )
 from transport.permissions import unknown_to
 from transport.plane_links import PlaneLinks
+from transport.runtime.build import installed_build
 from transport.runtime.clock import Clock
 from transport.runtime.log_ring import LogRing
 from transport.source_links import ORIGIN, SourceLinks
@@ -119,11 +120,9 @@ class AgentShell:
         marks = ProgramMarks(home.folder)
         workflows |= offered_programs(config.agent.programs, marks)
         self.core = AgentCore(
-            core_settings(
-                config, workflows, slots=engine.slots, takes_adapters=engine.takes_adapters
-            ),
+            core_settings(config, workflows, engine),
             incarnation=home.incarnation,
-            build=build(),
+            build=installed_build(),
             rng=random.Random(),  # noqa: S311 - spreads retries
             spooled=home.spooled,
             now=clock.monotonic_s(),

@@ -30,6 +30,7 @@ from edge_agent.chat_endpoint import AttemptChats
 from edge_agent.chat_session import ChatOptions, ChatSession
 from edge_agent.containment import ours
 from edge_agent.engine import Chat, Engine, GenerationRequest, SamplingParams, Tools
+from edge_agent.policy_texts import PolicyTexts
 from edge_agent.rewards import RewardPool
 from edge_agent.rollouts import Generated, MalformedWorkflow, Observed, Rollout, Sibling
 from edge_agent.workflow_registry import (
@@ -108,11 +109,11 @@ class PolicyHandle:
             MalformedWorkflow: it is no prompt, or tools go with what is no conversation.
         """
         if _is_chat(prompt):
-            return self._context.engine.encode_chat(self.id, cast("Chat", prompt), tools)
+            return self._context.texts.encode_chat(self.id, cast("Chat", prompt), tools)
         if tools:
             raise MalformedWorkflow("tools are shown in a conversation: give messages with them")
         if isinstance(prompt, str):
-            return self._context.engine.encode(self.id, prompt)
+            return self._context.texts.encode(self.id, prompt)
         try:
             return tuple(map(operator.index, cast("Sequence[int]", prompt)))
         except TypeError as error:
@@ -121,11 +122,11 @@ class PolicyHandle:
     def encode_next(self, answer: Sequence[int], messages: Chat) -> Observed:
         """What a policy observes behind its ``answer`` (the tokens that it drew) when the
         conversation goes on with ``messages``; raises as ``encode``. The next answer follows."""
-        return Observed(tokens=self._context.engine.encode_next(self.id, answer, messages))
+        return Observed(tokens=self._context.texts.encode_next(self.id, answer, messages))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""
-        return self._context.engine.decode(self.id, tokens)
+        return self._context.texts.decode(self.id, tokens)
 
     async def generate(
         self,
@@ -211,6 +212,7 @@ class WorkflowContext:
         self.seed = offer.seed
         self.kind = offer.kind
         self.engine = engine
+        self.texts = PolicyTexts(engine, offer.chat_template_kwargs)
         self.generation_time = generation_time
         self._policies = offer.policies
         self._reward = offer.reward

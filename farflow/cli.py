@@ -53,8 +53,23 @@ _COMMANDS = {
 }
 
 
+def _say_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from transport.runtime.build import installed_build, version
+
+        click.echo(f"{PROGRAM} {version()}, build {installed_build()}")
+        ctx.exit()
+
+
 @click.group(cls=LazyGroup, lazy=_COMMANDS)
-@click.version_option(package_name="farflow", prog_name="farflow")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_say_version,
+    help="Show the version and the build, which tells installations of one version apart.",
+)
 def cli() -> None:
     """Reinforcement-learning post-training with the rollouts far away from the trainer."""
 

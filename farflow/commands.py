@@ -127,11 +127,13 @@ def run_submit(
     as_json: bool,
 ) -> None:
     """Submit the run in FILE; submitting the same one again is harmless."""
+    from farflow.run_checks import check_tasks
     from farflow.run_file import RUN_TABLES, run_spec
     from transport.runtime.config import collect
 
     data, _ = collect([file], [o for o in overrides if o.split(".")[0] in RUN_TABLES])
     spec = run_spec(data, file.resolve().parent)
+    check_tasks(spec)
 
     async def submit(operator: "Operator") -> str:
         return await operator.submit(spec)
@@ -213,6 +215,7 @@ def config_check(file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
     Modules of your own that it names are imported, as a daemon would here, and what they hold is
     checked like what ships; those that cannot be imported here are named and refused by nobody.
+    Task sources are opened, and model folders looked at, without reading weights.
     """
     values, _, unchecked = _resolve(file, overrides, own_code=True)
     facts = {"file": str(file), "valid": True, "settings": len(values), "not_checked": unchecked}
@@ -276,8 +279,13 @@ def _resolve(
         if not own_code:
             return values, origins, []
         from farflow.own_code import check_own_code
+        from farflow.run_checks import check_models, check_tasks
 
-        return values, origins, check_own_code(data, spec)
+        unchecked = check_own_code(data, spec)
+        if spec is not None:
+            check_models(spec)
+            unchecked += check_tasks(spec)
+        return values, origins, unchecked
     except ConfigError as error:
         raise ConfigError(f"{file}{' with --set' if overrides else ''}: {error}") from error
 

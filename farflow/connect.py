@@ -81,6 +81,22 @@ def names_of(status: "SchedulerStatus") -> list[str]:
     return names
 
 
+def keys_folder(files: tuple[Path, ...], overrides: tuple[str, ...]) -> Path:
+    """The folder of keys of a deployment that is there.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(_transport(files, overrides).keys)
+    if not (folder / "server.toml").exists():
+        raise ConfigError(
+            f"{folder}: no server.toml there, so this is no deployment's folder of keys; give the"
+            " deployment's file with --config FILE, name the folder with --set"
+            " transport.keys=FOLDER, or make one with `farflow keys create FOLDER`"
+        )
+    return folder
+
+
 def _transport(files: tuple[Path, ...], overrides: tuple[str, ...]) -> "TransportConfig":
     from scheduler.config import SchedulerConfig
     from transport.runtime.config import load_config
@@ -92,8 +108,8 @@ def _key_path(transport: "TransportConfig", key: Path | None, role: str) -> Path
     path = key or Path(transport.keys) / f"{role}.toml"
     if not path.is_file():
         raise ConfigError(
-            f"{role} key {path}: no such file; name it with --key, or the folder with --set"
-            " transport.keys=FOLDER, or make one where the deployment's keys are: farflow keys add"
-            f" {role} --role {role}"
+            f"{role} key {path}: no such file; give the deployment's file with --config FILE, name"
+            " the key with --key or its folder with --set transport.keys=FOLDER, or make one where"
+            f" the deployment's keys are: farflow keys add {role} --role {role}"
         )
     return path

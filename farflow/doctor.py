@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import platform
 
+from transport.runtime.build import installed_build
 from transport.runtime.origin import find_problem
 
 _REQUIRED = (
@@ -26,7 +27,7 @@ def report() -> tuple[list[str], bool]:
 
     from transport.weights.kernels import why_not
 
-    lines = [f"farflow {_version('farflow')}, Python {platform.python_version()}"]
+    lines = [f"farflow {installed_build()}, Python {platform.python_version()}"]
     healthy = True
     problem = find_problem()
     if problem is not None:

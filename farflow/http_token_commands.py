@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from farflow.connect import keys_folder
 from farflow.options import config_option, json_option, set_option
 from transport.errors import ConfigError
 
@@ -44,7 +45,7 @@ def http_create(
 
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}: exists; choose another name")
-    secret = create_token(_keys(files, overrides), name, HttpRole(role), out)
+    secret = create_token(keys_folder(files, overrides), name, HttpRole(role), out)
     if as_json:
         told = {"token": secret} if out is None else {"file": str(out)}
         click.echo(json.dumps({"name": name, "role": role, **told}))
@@ -62,7 +63,7 @@ def http_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) 
     """List tokens and what they may do."""
     from scheduler.gateway.access import all_tokens
 
-    tokens, warnings = all_tokens(_keys(files, overrides))
+    tokens, warnings = all_tokens(keys_folder(files, overrides))
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
     if as_json:
@@ -86,19 +87,6 @@ def http_revoke(
     """Refuse token NAME from now on, within about a second; its event streams end."""
     from scheduler.gateway.access import revoke_token
 
-    token = revoke_token(_keys(files, overrides), name)
+    token = revoke_token(keys_folder(files, overrides), name)
     facts = {"name": name, "role": token.role.value, "state": "revoked"}
     click.echo(json.dumps(facts) if as_json else f"{token.role.value} {name}: revoked")
-
-
-def _keys(files: tuple[Path, ...], overrides: tuple[str, ...]) -> Path:
-    from scheduler.config import SchedulerConfig
-    from transport.runtime.config import load_config
-
-    keys = Path(load_config(SchedulerConfig, files, overrides).value.transport.keys)
-    if not (keys / "server.toml").exists():
-        raise ConfigError(
-            f"{keys}: no server.toml there, so this is no deployment's folder of keys; name it"
-            " with --set transport.keys=FOLDER"
-        )
-    return keys

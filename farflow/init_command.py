@@ -37,10 +37,15 @@ def init(folder: Path, host: str, trainers: tuple[str, ...], as_json: bool) -> N
 
     Nothing that is there is replaced: run it again for the keys of further trainers.
     """
+    from transport.errors import ConfigError
+    from transport.hosts import host_fault
     from transport.key_files import write_new
     from transport.keys import create_keys
     from transport.runtime.files import private_dir
 
+    fault = host_fault(host)
+    if fault:
+        raise ConfigError(f"--host: {fault}")
     folder = private_dir(folder.absolute())
     file = folder / FILE_NAME
     fresh = not file.exists()

@@ -1,14 +1,13 @@
 """``farflow keys``: the keys of a deployment, in the folder where they all are."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import click
 
+from farflow.connect import keys_folder
 from farflow.options import config_option, json_option, set_option
-from transport.errors import ConfigError
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 _ADDED = {"agent": "agents", "operator": "operators", "viewer": "viewers",
@@ -71,7 +70,7 @@ def keys_add(
     """Make a key for each NAME in transport.keys; the scheduler lets it in within a second."""
     from transport.keys import create_keys
 
-    folder = _existing(files, overrides)
+    folder = keys_folder(files, overrides)
     wanted: dict[str, Any] = {"operators": (), _ADDED[role]: names}
     create_keys(folder, **wanted)
     for name in names:
@@ -88,7 +87,7 @@ def keys_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) 
     """List who may connect, and who was revoked."""
     from transport.authorized import read_authorized
 
-    folder = _existing(files, overrides)
+    folder = keys_folder(files, overrides)
     rows = []
     for state in ("authorized", "revoked"):
         revoked = state == "revoked"
@@ -129,7 +128,7 @@ def keys_revoke(
     """
     from scheduler.tokens import revoke_key
 
-    public = revoke_key(_existing(files, overrides), name)
+    public = revoke_key(keys_folder(files, overrides), name)
     if as_json:
         facts = {"name": name, "role": public.role.value, "policy": public.policy}
         click.echo(json.dumps({**facts, "state": "revoked"}))
@@ -168,7 +167,7 @@ def keys_rotate_server(
 
     if finish + abandon + status > 1:
         raise click.UsageError("one of --finish, --abandon and --status")
-    folder = _existing(files, overrides)
+    folder = keys_folder(files, overrides)
     key: str | None = None
     if status:
         said = _rotation(folder, files, overrides)
@@ -199,17 +198,3 @@ def _rotation(folder: Path, files: tuple[Path, ...], overrides: tuple[str, ...])
         return "the scheduler has not seen the next key yet; ask again in a few seconds"
     text = f"of {told + missing} connected agents {told} were told the next key"
     return text + ("; wait for the others" if missing else "; those that are away were not counted")
-
-
-def _existing(files: tuple[Path, ...], overrides: tuple[str, ...]) -> Path:
-    """The folder of keys of a deployment that is there."""
-    from scheduler.config import SchedulerConfig
-    from transport.runtime.config import load_config
-
-    folder = Path(load_config(SchedulerConfig, files, overrides).value.transport.keys)
-    if not os.path.exists(folder / "server.toml"):
-        raise ConfigError(
-            f"{folder}: no server.toml there, so this is no deployment's folder of keys; name it"
-            " with --set transport.keys=FOLDER, or make one with `farflow keys create FOLDER`"
-        )
-    return folder

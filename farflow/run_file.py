@@ -113,7 +113,8 @@ def run_spec(data: dict[str, Any], folder: Path) -> RunSpec:
         if not policy.model or not (model / "config.json").is_file():
             raise ConfigError(
                 f"policies.{name}.model: {model / 'config.json'} is missing; give a local "
-                "Hugging Face model folder"
+                f"Hugging Face model folder, as hf download ORGANISATION/NAME --local-dir {model}"
+                " makes it"
             )
         where = f"policies.{name}.settings"
         if policy.trainer == "torch":

@@ -78,6 +78,7 @@ def token_create(
 ) -> None:
     """Make a token. Its secret is shown once and kept nowhere."""
     from scheduler.tokens import TokenStore
+    from transport.hosts import host_fault
     from transport.key_files import secret_file
     from transport.keys import load_server_key
     from transport.messages import Role
@@ -93,18 +94,18 @@ def token_create(
             f"transport.host is {where!r}, which no agent can reach: name the scheduler's address"
             " with --host"
         )
+    fault = host_fault(where)
+    if fault:
+        raise ConfigError(f"--host: {fault}")
     lifetime_s = parse_duration_s(lifetime, "--lifetime")
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}: exists; choose another name")
     server_key, port = load_server_key(keys), _enrolment_port(config)
 
     def file_of(id: str, secret: str) -> TokenFile:
-        try:
-            return TokenFile(
-                host=where, enrolment_port=port, server_key=server_key, id=id, secret=secret
-            )
-        except ValueError as error:
-            raise ConfigError(f"--host: {error}") from error
+        return TokenFile(
+            host=where, enrolment_port=port, server_key=server_key, id=id, secret=secret
+        )
 
     token, secret = TokenStore(keys).create(
         role=Role(role),

@@ -197,8 +197,9 @@ def weights_verify(
     signers = Path(config.transport.keys) / "signers"
     if not signers.is_dir():
         raise ConfigError(
-            f"{signers}: no such folder, and without it no signature can be checked; name the "
-            "deployment's keys with --set transport.keys=FOLDER"
+            f"{signers}: no such folder, and without it no signature can be checked; give the"
+            " deployment's file with --config FILE, or name its keys with --set"
+            " transport.keys=FOLDER"
         )
     trusted = load_signers(signers)
     reader = _reader(config, store)

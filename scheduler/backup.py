@@ -36,10 +36,10 @@ import msgspec
 from msgspec import Meta
 
 from scheduler.backup_keys import KEYS, KeysWritten, key_files, write_keys
-from scheduler.build import build_id
 from scheduler.core.tables import Tables
 from scheduler.store import FILE_NAME, MIGRATIONS
 from transport.errors import ChecksumMismatch, ConfigError, StoreError
+from transport.runtime.build import build_id
 from transport.runtime.files import (
     fsync_dir,
     lock_folder,
@@ -107,7 +107,10 @@ def back_up(folder: Path, file: Path, *, wall_s: float, keys: Path | None = None
     """
     source = folder / FILE_NAME
     if not source.is_file():
-        raise ConfigError(f"{source}: no such file; name the scheduler's folder or its file")
+        raise ConfigError(
+            f"{source}: no such file; give the deployment's file with --config FILE, or name"
+            " the scheduler's folder with --set scheduler.folder=FOLDER"
+        )
     if file.exists():
         raise ConfigError(f"{file}: exists; choose another name")
     with store_errors("write", file), tempfile.TemporaryDirectory(dir=file.parent) as work:

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from scheduler.autoscaler import AutoscalerTable
 from scheduler.http_addresses import networks
+from transport.hosts import host_fault, listen_fault
 from transport.mqtt_topics import base_fault
 from transport.runtime.settings import Bytes, Count, DaemonConfig, Port, PositiveSeconds, Seconds
 
@@ -83,6 +84,9 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(
                 "weights_http_certificate and weights_http_key belong together; set both or none"
             )
+        fault = listen_fault(self.weights_http_host)
+        if fault:
+            raise ValueError(f"weights_http_host: {fault}")
         plain = self.weights_http_port and not self.weights_http_certificate
         if plain and not _is_loopback(self.weights_http_host):
             raise ValueError(
@@ -137,6 +141,9 @@ class HttpTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             ) from error
         if bool(self.certificate) != bool(self.key):
             raise ValueError("certificate and key belong together; set both or none")
+        fault = listen_fault(self.host)
+        if fault:
+            raise ValueError(f"host: {fault}")
         if self.enabled and not self.certificate and not _is_loopback(self.host):
             raise ValueError(
                 f"host = {self.host} is reached from other machines, and without TLS they would"
@@ -175,6 +182,9 @@ class MqttTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that contradict each other."""
+        fault = host_fault(self.host)
+        if fault:
+            raise ValueError(f"host: {fault}")
         for key in ("base_topic", "discovery_prefix"):
             fault = base_fault(getattr(self, key))
             if fault:

@@ -2,7 +2,8 @@
 
 What always holds: nothing but ``Hello`` is sent before the scheduler has said ``Welcome`` on this
 connection; whoever hears nothing for ``lost_after_s`` makes a new connection; the user of this
-class is told of every ``Welcome`` and announces again what the scheduler has not confirmed.
+class is told of every ``Welcome`` and announces again what the scheduler has not confirmed; the log
+hears now and then why there is no connection.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from transport.messages import (
     Welcome,
 )
 from transport.permissions import may_send
+from transport.reaching import Reaching, address_of, what_to_look_at
 from transport.runtime.clock import Clock
 
 FIRST_HEARTBEAT_S: Final = 2.0
@@ -40,12 +42,13 @@ _log = structlog.get_logger()
 
 
 class ControlLink:
-    """``make_link`` connects to the control plane. ``on_welcome`` and ``on_message`` are called on
-    the event loop and must not block."""
+    """``make_link`` connects to the control plane at ``endpoint``. ``on_welcome`` and
+    ``on_message`` are called on the event loop and must not block."""
 
     def __init__(
         self,
-        make_link: Callable[[], Link],
+        endpoint: str,
+        make_link: Callable[[str], Link],
         *,
         incarnation: int,
         build: str,
@@ -54,7 +57,9 @@ class ControlLink:
         on_welcome: Callable[[], None],
         on_message: Callable[[Message], None],
     ) -> None:
+        self._endpoint = endpoint
         self._make_link = make_link
+        self._reaching = Reaching(self._not_connected)
         self._hello = Hello(role=Role.SERVICE, incarnation=incarnation, build=build)
         self._clock = clock
         self._rng = rng
@@ -71,9 +76,10 @@ class ControlLink:
     async def run(self) -> None:
         """Keep the link up until cancelled."""
         while True:
-            link = self._link = self._make_link()
+            link = self._link = self._make_link(self._endpoint)
             self._heard_s = self._clock.monotonic_s()
             receiving = asyncio.create_task(self._receive(link))
+            watching = asyncio.create_task(self._watch(link))
             try:
                 await self._beat(link, receiving)
             except asyncio.CancelledError:
@@ -82,11 +88,14 @@ class ControlLink:
             finally:
                 self.welcomed = False
                 self._link = None
-                receiving.cancel()
-                await asyncio.gather(receiving, return_exceptions=True)
+                had_connected = link.connected
+                for task in (receiving, watching):
+                    task.cancel()
+                await asyncio.gather(receiving, watching, return_exceptions=True)
                 await link.close()
             self.relinked += 1
-            _log.warning("control.silent", lost_after_s=self._lost_after_s)
+            if had_connected:
+                _log.warning("control.silent", lost_after_s=self._lost_after_s)
 
     def send(self, message: Message) -> bool:
         """Hand a message to the link. False when it cannot take it now: whoever needs it to arrive
@@ -109,16 +118,12 @@ class ControlLink:
 
     async def _beat(self, link: Link, receiving: asyncio.Task[None]) -> None:
         """Hello until welcome, then signs of life; returns when the scheduler is silent."""
-        failures = 0
         while not receiving.done():
             now = self._clock.monotonic_s()
             if now - self._heard_s > self._lost_after_s:
                 return
             if not link.connected:
                 self.welcomed = False
-                if link.handshake_failures > failures:
-                    failures = link.handshake_failures
-                    _log.warning("control.no_connection", reason=link.last_failure)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._heartbeat_s):
                         await link.wait_connected()
@@ -130,6 +135,20 @@ class ControlLink:
                 self._send(link, self._hello)
                 pause_s = max(1.0, self._heartbeat_s)
             await asyncio.wait([receiving], timeout=pause_s * self._rng.uniform(0.9, 1.0))
+
+    async def _watch(self, link: Link) -> None:
+        with contextlib.suppress(LinkClosed):
+            while True:
+                await self._reaching.connected(link)
+                await link.wait_disconnected()
+
+    def _not_connected(self, reason: str) -> None:
+        _log.warning(
+            "control.not_connected",
+            address=address_of(self._endpoint),
+            reason=reason,
+            remedy=what_to_look_at(reason, "transport.host", "transport.control_port"),
+        )
 
     async def _receive(self, link: Link) -> None:
         try:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
-from scheduler.build import build_id
 from scheduler.core.events import Event, FromAgent, FromOperator, FromService, FromTrainer
 from scheduler.speakers import Speakers, duplicate
 from transport.envelope import CONTROL_FRAME_BYTES
@@ -37,6 +36,7 @@ from transport.messages import (
     Welcome,
 )
 from transport.plane_hub import Arrival, PlaneHub
+from transport.runtime.build import installed_build
 from transport.runtime.clock import Clock
 from transport.status import AgentStatus, Alert, SchedulerStatus
 
@@ -58,6 +58,7 @@ class ControlPlane:
     def __init__(self, hub: PlaneHub, clock: Clock) -> None:
         self._hub = hub
         self._clock = clock
+        self._build = installed_build()
         self._speakers = Speakers()
         self._told: dict[str, str] = {}
         """The next server key that each agent was told last."""
@@ -205,7 +206,7 @@ class ControlPlane:
             sent_s=probe.sent_s,
             received_s=now_s,
             replied_s=self._clock.wall_s(),
-            build=build_id(),
+            build=self._build,
             name=name,
             known=bound is not None and self._hub.reachable(bound),
         )

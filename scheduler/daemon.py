@@ -18,7 +18,6 @@ import structlog
 
 from scheduler.alerts import Alerts
 from scheduler.autoscaler import Autoscaler
-from scheduler.build import build_id
 from scheduler.children import Services
 from scheduler.config import SchedulerConfig
 from scheduler.control_plane import ControlPlane
@@ -48,12 +47,14 @@ from scheduler.service import Worker
 from scheduler.service_main import with_system
 from scheduler.signer_book import SignerBook
 from scheduler.store import Row, SchedulerStore
+from scheduler.submissions import Submissions
 from scheduler.task_runner import TaskRunner
 from transport.errors import FarflowError
 from transport.keys import Peer
 from transport.links import Network
 from transport.messages import Plane, Role
 from transport.plane_hub import PlaneHub
+from transport.runtime.build import build_id
 from transport.runtime.clock import Clock
 from transport.runtime.daemon_cli import EXIT_FAILED
 
@@ -203,6 +204,9 @@ class _Daemon:
         )
         modules = config.scheduler.task_modules
         self._runner = TaskRunner(self._decider.put, rng, modules=modules)
+        self._submissions = Submissions(
+            self._runner, self._decider.put, lambda run: self._core.run_spec(run) is not None
+        )
         self._records: list[RecordStep | RecordEvaluation | RunEnded] = []
         self._recorded = asyncio.Event()
         _log.info(
@@ -262,6 +266,7 @@ class _Daemon:
         for task in own_parts:
             task.cancel()
         await asyncio.gather(*own_parts, return_exceptions=True)
+        await self._submissions.close()
         await self._runner.close()
         status = 0
         if failed is not None:
@@ -295,7 +300,7 @@ class _Daemon:
             for arrival in await self._hub.recv():
                 event = self._plane.event(arrival)
                 if event is not None:
-                    self._decider.put(event)
+                    self._submissions.put(event)
             await self._decider.has_room()
 
     async def _say_ready(

@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import structlog
 
-from scheduler.build import build_id
 from scheduler.config import SchedulerConfig
 from scheduler.control_link import ControlLink
 from transport.errors import StoreError
@@ -26,6 +25,7 @@ from transport.links import Network
 from transport.messages import Message, Plane
 from transport.plane_hub import Arrival, PlaneHub, reachable, server_key
 from transport.plane_links import link_options
+from transport.runtime.build import build_id
 from transport.runtime.clock import Clock
 from transport.runtime.files import (
     FolderLock,
@@ -134,11 +134,9 @@ async def run_service(
                 service.from_scheduler(message)
 
         control = ControlLink(
-            lambda: network.link(
-                f"tcp://{reachable(transport.host)}:{transport.control_port}",
-                control_options,
-                key=own_key,
-                server_key=hub_key.public_key,
+            f"tcp://{reachable(transport.host)}:{transport.control_port}",
+            lambda endpoint: network.link(
+                endpoint, control_options, key=own_key, server_key=hub_key.public_key
             ),
             incarnation=next_incarnation(folder, clock.wall_s()),
             build=build_id(),

@@ -47,12 +47,18 @@ class _Yielded(msgspec.Struct, frozen=True):
 
 
 class FunctionSource:
-    """``modules`` are those that may be imported."""
+    """``modules`` are those that may be imported, ``key`` is that of the table in the run's
+    file."""
 
     def __init__(
-        self, task: SourceFields, seed: int, one_in: int, modules: Collection[str]
+        self,
+        task: SourceFields,
+        seed: int,
+        one_in: int,
+        modules: Collection[str],
+        key: str = "task",
     ) -> None:
-        self._where = f"task.function: {task.function!r}"
+        self._where = f"{key}.function: {task.function!r}"
         self._settings = task.settings
         self._seed = seed
         self._one_in = one_in

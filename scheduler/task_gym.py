@@ -9,8 +9,11 @@ their items at once and because a position must be found without making all befo
 
 import json
 import random
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+import msgspec
 
 from scheduler.task_items import (
     FOREIGN_ERRORS,
@@ -33,10 +36,20 @@ MAX_BLOCK_ROUNDS: Final = 64
 """A training block gives up after so many generators: nearly everything is held out."""
 
 
-class ReasoningGymSource:
-    """Procedural data sets with verifiers. ``meta`` is the entry as JSON, for ``score_answer``."""
+_SIMPLE: Final = (bool, int, float, str)
+"""Types of settings that are checked here: a generator may take another one and fail later."""
 
-    def __init__(self, task: SourceFields, seed: int, one_in: int) -> None:
+
+class GymMissing(TaskError):
+    """reasoning-gym is not installed here."""
+
+
+class ReasoningGymSource:
+    """Procedural data sets with verifiers. ``meta`` is the entry as JSON, for ``score_answer``;
+    ``key`` is that of the table in the run's file."""
+
+    def __init__(self, task: SourceFields, seed: int, one_in: int, key: str = "task") -> None:
+        self._key = key
         self._one_in = one_in
         self._dataset = task.dataset
         self._settings = task.settings
@@ -98,23 +111,29 @@ class ReasoningGymSource:
         try:
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
-            raise TaskError(
+            raise GymMissing(
                 f"{self._where}: reasoning-gym is not installed; pip install 'farflow[tasks]'"
             ) from error
         if self._dataset not in DATASETS:
             raise TaskError(
-                f"task.dataset: reasoning-gym has no data set {self._dataset!r}; it has"
+                f"{self._key}.dataset: reasoning-gym has no data set {self._dataset!r}; it has"
                 f" {', '.join(sorted(DATASETS))}"
             )
-        known = DATASETS[self._dataset][1].__dataclass_fields__
-        for name in self._settings:
+        config = DATASETS[self._dataset][1]
+        known = config.__dataclass_fields__
+        types = typing.get_type_hints(config)
+        for name, value in self._settings.items():
+            where = f"{self._key}.settings.{name}"
             if name in ("seed", "size"):
-                raise TaskError(f"task.settings.{name}: is chosen by the scheduler; remove it")
+                raise TaskError(f"{where}: is chosen by the scheduler; remove it")
             if name not in known:
                 own = ", ".join(sorted(set(known) - {"seed", "size"}))
-                raise TaskError(
-                    f"task.settings.{name}: {self._dataset!r} has no such setting; it has {own}"
-                )
+                raise TaskError(f"{where}: {self._dataset!r} has no such setting; it has {own}")
+            if types[name] in _SIMPLE:
+                try:
+                    msgspec.convert(value, types[name])
+                except msgspec.ValidationError as error:
+                    raise TaskError(f"{where}: {error}") from error
 
     def _generator(self, seed: int, size: int) -> "_Generator":
         import reasoning_gym
@@ -125,8 +144,11 @@ class ReasoningGymSource:
                 self._dataset, seed=seed, size=size, **self._settings
             )
         except FOREIGN_ERRORS as error:
-            raise TaskError(f"task.settings: {self._dataset!r} refuses them: {error}") from error
-        return _Generator(dataset, seed, f"task.settings: {self._dataset!r} with {self._settings}")
+            raise TaskError(
+                f"{self._key}.settings: {self._dataset!r} refuses them: {error}"
+            ) from error
+        where = f"{self._key}.settings: {self._dataset!r} with {self._settings}"
+        return _Generator(dataset, seed, where)
 
     def _item(self, entry: Mapping[str, Any], index: int) -> Item:
         try:

@@ -6,8 +6,10 @@ was asked for.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Literal, Protocol
+
+import msgspec
 
 from transport.errors import TaskError
 from transport.messages import Item
@@ -77,7 +79,7 @@ class ItemSource(Protocol):
 
 
 class Named:
-    """A source whose errors begin with ``name``."""
+    """A source whose errors begin with ``name``, as those do that name a key below it."""
 
     def __init__(self, name: str, source: ItemSource) -> None:
         self._name = name
@@ -87,10 +89,37 @@ class Named:
         try:
             return self._source.items(kind, start, count)
         except TaskError as error:
+            if str(error).startswith(f"{self._name}."):
+                raise
             raise TaskError(f"{self._name}: {error}") from error
 
     def held_out_end(self) -> int | None:
         return self._source.held_out_end()
+
+
+class Instructed:
+    """A source whose prompts end with the instruction of their family, or with ``instruction``.
+    What is held out was decided by the prompts alone, so other words change no item's kind."""
+
+    def __init__(
+        self, source: ItemSource, instruction: str, of_families: Mapping[str, str] | None = None
+    ) -> None:
+        self._source = source
+        self._instruction = instruction
+        self._of_families = of_families or {}
+
+    def items(self, kind: Kind, start: int, count: int) -> list[Item]:
+        return [self._told(item) for item in self._source.items(kind, start, count)]
+
+    def held_out_end(self) -> int | None:
+        return self._source.held_out_end()
+
+    def _told(self, item: Item) -> Item:
+        instruction = self._of_families.get(item.family, self._instruction)
+        if not instruction:
+            return item
+        told = msgspec.structs.replace(item, prompt=f"{item.prompt}\n\n{instruction}")
+        return check_item(told, "instruction")
 
 
 def check_item(item: Item, where: str) -> Item:

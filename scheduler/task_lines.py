@@ -31,13 +31,15 @@ class JsonlSource:
     ignored. All of it is checked at the start.
 
     Training index ``pass * lines + position`` is position in a shuffle of its own for every pass
-    over the file; evaluation goes through the held-out prompts in the order of the file.
+    over the file; evaluation goes through the held-out prompts in the order of the file. ``key`` is
+    that of the table in the run's file.
     """
 
-    def __init__(self, task: SourceFields, seed: int, one_in: int) -> None:
+    def __init__(self, task: SourceFields, seed: int, one_in: int, key: str = "task") -> None:
+        self._key = key
         if task.reward == "verifier":
             raise TaskError(
-                "task.reward: 'verifier' belongs to reasoning-gym; a file's answers are compared"
+                f"{key}.reward: 'verifier' belongs to reasoning-gym; a file's answers are compared"
                 " with 'exact' or 'math-verify'"
             )
         self._path = Path(task.path)
@@ -88,7 +90,7 @@ class JsonlSource:
                         self._take(decoder, raw, number, one_in, seen)
         except OSError as error:
             reason = error.strerror or error
-            raise TaskError(f"task.path: {self._path}: {reason}; check the path") from error
+            raise TaskError(f"{self._key}.path: {self._path}: {reason}; check the path") from error
         if not self._train and not self._held_out:
             raise TaskError(f"{self._path}: has no lines")
 

@@ -84,6 +84,31 @@ class TaskRunner:
                 first_restart_s=self._first_restart_s,
             )
 
+    async def check(self, run: RunSpec) -> str:
+        """What is wrong with a run's task sources, as a process of its own finds that opens them
+        and draws nothing; nothing if it cannot say. Cancelling it ends the process."""
+        try:
+            process = await _started(self._argv)
+        except OSError:
+            return ""  # the run's own process will say so
+        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+        assert stdin is not None  # noqa: S101 - asked for as a pipe
+        assert stdout is not None  # noqa: S101 - likewise
+        assert stderr is not None  # noqa: S101 - likewise
+        emptied = asyncio.create_task(_emptied(stderr))
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                stdin.write(frame(run) + frame(SourceRequest(kind="train", start=0, count=0)))
+            data = await _read_frame(stdout)
+            answer = None if data is None else _decoder.decode(data)
+        except msgspec.DecodeError:
+            answer = None
+        finally:
+            emptied.cancel()
+            _kill(process)
+            await process.wait()  # killed: it takes no time
+        return answer.message if isinstance(answer, SourceFailed) else ""
+
     def produce(
         self, run: str, kind: Kind, start: int, count: int, evaluation: str = HELD_OUT
     ) -> None:
@@ -152,15 +177,7 @@ class _RunSource:
     async def _keep_running(self) -> None:
         while True:
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *self._argv,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    # Some generators iterate over sets: else items would differ per process.
-                    env=child_environment({"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}),
-                    start_new_session=True,
-                )
+                process = await _started(self._argv)
             except OSError as error:
                 self._fail("task.process", f"cannot start {self._argv[0]}: {error}")
                 return
@@ -258,6 +275,25 @@ class _RunSource:
             await process.wait()  # killed: it takes no time
             if isinstance(error, asyncio.CancelledError):
                 raise
+
+
+async def _started(argv: tuple[str, ...]) -> asyncio.subprocess.Process:
+    """Raises OSError when there is no such program."""
+    return await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        # Some generators iterate over sets: else items would differ per process.
+        env=child_environment({"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}),
+        start_new_session=True,
+    )
+
+
+async def _emptied(stream: asyncio.StreamReader) -> None:
+    """Read a pipe to its end, so that nobody waits for room in it."""
+    while await stream.read(4096):
+        pass
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler.build import build_id
 from scheduler.core.effects import Effect, Send
 from scheduler.core.events import Event, FromAgent, FromOperator, FromService, FromTrainer
 from scheduler.core.machine import SchedulerCore
@@ -22,6 +21,7 @@ from scheduler.event_log import (
     unpack_event,
 )
 from transport.errors import ConfigError, FarflowError
+from transport.runtime.build import build_id
 
 MAX_SHOWN = 20
 

@@ -17,6 +17,7 @@ from transport.links import Link, Network
 from transport.messages import CommandReply, Message, Plane, Refuse
 from transport.plane_hub import reachable
 from transport.plane_links import link_options
+from transport.reaching import NO_ANSWER, what_to_look_at
 from transport.runtime.settings import TransportConfig
 from transport.server_rotation import not_restarted
 
@@ -95,6 +96,7 @@ class Asking:
             Plane.TRAJECTORIES: transport.trajectories_port,
             Plane.WEIGHTS: transport.weights_port,
         }[plane]
+        self._port_setting = f"transport.{plane.value}_port"
         self._endpoint = f"tcp://{reachable(transport.host)}:{port}"
         self._options = link_options(transport, plane)
         self._limits = LIMITS[plane]
@@ -141,7 +143,7 @@ class Asking:
             raise LocalProtocolError(f"this cannot be asked: {error}") from error
         answer_s = self._answer_s + wait_s
         async with self._turn:
-            why = "no answer"
+            why = NO_ANSWER
             try:
                 async with asyncio.timeout(answer_s):
                     while True:
@@ -150,16 +152,14 @@ class Asking:
                             async with asyncio.timeout(ATTEMPT_S + wait_s):
                                 return await self._converse(link, frames, kind, accept)
                         except (TimeoutError, PeerUnreachable):
-                            why = link.last_failure or why
+                            why = await link.why() or why
                             await self._hang_up()
                             await asyncio.sleep(_AGAIN_S)
             except TimeoutError as error:
-                if self._link is not None:
+                if self._link is not None and why == NO_ANSWER:
                     why = self._link.last_failure or why
-                hint = not_restarted(self._keys) if "server key" in why else ""
                 raise PeerUnreachable(
-                    f"scheduler at {self._endpoint}: {why} within {answer_s:g} s"
-                    + (f"; {hint}" if hint else "")
+                    f"scheduler at {self._endpoint}: {why} within {answer_s:g} s{self._hint(why)}"
                 ) from error
             except BaseException:
                 await self._hang_up()
@@ -198,6 +198,12 @@ class Asking:
                         return answer, payload
                 elif isinstance(answer, Refuse | CommandReply):
                     raise RequestRefused(f"{answer.code}: {answer.message}")
+
+    def _hint(self, why: str) -> str:
+        if why == NO_ANSWER:  # connected, perhaps, and not heard: nothing that an address mends
+            return ""
+        restart = not_restarted(self._keys) if "server key" in why else ""
+        return f"; {restart or what_to_look_at(why, 'transport.host', self._port_setting)}"
 
     def _connected_link(self) -> Link:
         if self._closed:

@@ -37,7 +37,8 @@ class AllowList:
         """Raises ``ConfigError`` when there is no such folder."""
         if not folder.is_dir():
             raise ConfigError(
-                f"{folder}: no such folder; make keys with `farflow keys create FOLDER`"
+                f"{folder}: no such folder; give the deployment's file with --config FILE, or make"
+                " keys with `farflow keys create FOLDER`"
             )
         self._folder = folder
         self._peers: dict[str, Peer] = {}

@@ -64,16 +64,23 @@ def load_toml(
     if len(content) > _FILE_BYTES:
         raise ConfigError(f"{path}: larger than {_FILE_BYTES} bytes, this is no key file")
     try:
-        return parse_toml(str(path), content.decode(), kind)
+        return parse_toml(str(path), content.decode(), kind, made_with=made_with)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def parse_toml(where: str, text: str, kind: type[S]) -> S:
+def parse_toml(where: str, text: str, kind: type[S], *, made_with: str = MADE_WITH) -> S:
     """What ``text`` says, checked; raises ``ConfigError`` beginning with ``where``."""
     try:
         return msgspec.convert(tomllib.loads(text), kind)
     except (ValueError, msgspec.ValidationError) as error:
+        # A file that was cut short ends within a value, or lacks its last lines.
+        cut = isinstance(error, tomllib.TOMLDecodeError) or "missing required field" in str(error)
+        if cut:
+            raise ConfigError(
+                f"{where}: is not a whole file as `{made_with}` makes it; copy it again, all of it"
+                f" ({error})"
+            ) from error
         raise ConfigError(f"{where}: {error}") from error
 
 

@@ -165,6 +165,10 @@ class Link(Protocol):
         """Why there is no connection, for people; "" while there is one and before the first try
         has failed."""
 
+    async def why(self) -> str:
+        """Why there is no connection, looked into where ``last_failure`` says little; "" when that
+        tells nothing either."""
+
     async def wait_connected(self) -> None:
         """Return once ``connected`` is true.
 

@@ -210,6 +210,9 @@ class MemoryLink:
     def connected(self) -> bool:
         return self._hub is not None
 
+    async def why(self) -> str:
+        return self.last_failure
+
     async def wait_connected(self) -> None:
         self._inbox.require_open()
         await self._up.wait()

@@ -7,7 +7,6 @@ kept: everything that matters is said again.
 """
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -19,11 +18,10 @@ from transport.keys import KeyPair
 from transport.links import Link, LinkOptions, Network, ServerKeys
 from transport.messages import WORK_PLANES, Message, Plane
 from transport.permissions import HUB_ROLE, may_send
+from transport.reaching import Reaching, what_to_look_at
 from transport.runtime.settings import TransportConfig
 
 _HEARTBEATS_MISSED = 3
-_SAY_WHY_S = 5.0
-_MAX_SAY_WHY_S = 300.0
 BULK_MESSAGES = 1000
 """What is under way on the bulk planes is bounded in bytes, by credits; small requests for it must
 not be refused because sixteen of them, a plane's own window, are."""
@@ -43,19 +41,6 @@ def link_options(transport: TransportConfig, plane: Plane) -> LinkOptions:
 def bracketed(host: str) -> str:
     """``host`` as it stands before a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
-
-
-async def connected(link: Link, say_why: Callable[[str], None]) -> None:
-    """Wait for the connection; ``say_why`` hears now and then, more and more rarely, why there is
-    none. Raises LinkClosed after ``close``."""
-    wait_s = _SAY_WHY_S
-    while True:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await link.wait_connected()
-                return
-        say_why(link.last_failure or "no answer")
-        wait_s = min(2 * wait_s, _MAX_SAY_WHY_S)
 
 
 class PlaneLinks:
@@ -122,39 +107,48 @@ class PlaneLinks:
                 if checked is not None:
                     arrived(*checked)
 
-    async def watch(self, plane: Plane, changed: Callable[[Plane, bool], None]) -> None:
-        """Report whether the link is up, at first and whenever that changes, until closed."""
+    async def watch(
+        self, plane: Plane, changed: Callable[[Plane, bool], None] | None = None
+    ) -> None:
+        """Report whether the link is up, at first and whenever that changes, until closed; the log
+        hears as well, and now and then why a link is not."""
+        tell = changed or (lambda _plane, _up: None)
+        address = self._address(plane)
+        reaching = Reaching(lambda reason: self._not_connected(plane, reason))
         while True:
             link = self._links[plane]
             try:
                 if not link.connected:
-                    changed(plane, False)
-                await self._connected(plane, link)
-                _log.info("link.up", plane=plane.value)
-                changed(plane, True)
+                    tell(plane, False)
+                await reaching.connected(link)
+                _log.info("link.up", plane=plane.value, address=address)
+                tell(plane, True)
                 await link.wait_disconnected()
-                _log.warning("link.down", plane=plane.value, reason=link.last_failure)
+                _log.warning(
+                    "link.down", plane=plane.value, address=address, reason=link.last_failure
+                )
             except LinkClosed:
                 if self._links[plane] is link:
                     return
 
-    async def _connected(self, plane: Plane, link: Link) -> None:
-        def say(reason: str) -> None:
-            _log.warning(
-                "link.not_connected", plane=plane.value, port=self._ports[plane], reason=reason,
-                remedy="check transport.host and port, and that the scheduler's keys/authorized"
-                " holds our public key",
-            )  # fmt: skip
-
-        await connected(link, say)
+    def _not_connected(self, plane: Plane, reason: str) -> None:
+        _log.warning(
+            "link.not_connected",
+            plane=plane.value,
+            address=self._address(plane),
+            reason=reason,
+            remedy=what_to_look_at(reason, "transport.host", f"transport.{plane.value}_port"),
+        )
 
     def renew(self, plane: Plane) -> None:
         """Start again with a new connection."""
         old, self._links[plane] = self._links[plane], self._open(plane)
+        # Of one that never was, ``watch`` says more, and more rarely.
+        say = _log.warning if old.connected else _log.debug
+        say("link.renewed", plane=plane.value, address=self._address(plane))
         task = asyncio.get_running_loop().create_task(old.close(), name=f"close {plane.value}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-        _log.warning("link.renewed", plane=plane.value)
 
     async def close(self) -> None:
         """Give what was sent a moment to leave, then close all."""
@@ -171,10 +165,13 @@ class PlaneLinks:
             _log.warning("link.malformed", plane=plane.value, reason=str(error))
         return None
 
+    def _address(self, plane: Plane) -> str:
+        return f"{bracketed(self._transport.host)}:{self._ports[plane]}"
+
     def _open(self, plane: Plane) -> Link:
         options = link_options(self._transport, plane)
         return self._network.link(
-            f"tcp://{bracketed(self._transport.host)}:{self._ports[plane]}",
+            f"tcp://{self._address(plane)}",
             options._replace(window_messages=BULK_MESSAGES),
             key=self._key,
             server_key=self._server_key,

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from transport.hosts import listen_fault
 from transport.runtime.settings import Bytes, DaemonConfig, Port
 
 
@@ -16,6 +17,11 @@ class RelayTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     port: Port = 7704
     cache_bytes: Bytes = 64 * 2**30
     window_bytes: Bytes = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        fault = listen_fault(self.host)
+        if fault:
+            raise ValueError(f"host: {fault}")
 
 
 class RelayConfig(DaemonConfig, frozen=True, kw_only=True):

@@ -13,12 +13,14 @@ from transport.ids import NAME_RULE, is_name
 from transport.runs import (
     HELD_OUT,
     MAX_EVALUATIONS,
+    MAX_INSTRUCTION_BYTES,
     EvaluationSpec,
     PartSpec,
     RunSpec,
     SourceFields,
     TaskSpec,
     WorkflowSpec,
+    template_fault,
 )
 
 
@@ -33,6 +35,10 @@ def run_faults(run: RunSpec) -> Iterator[str]:
                 f"run.require.{label}: allows no value, so no agent may work for the run; list the"
                 " values that are allowed, or leave the label out"
             )
+    for name, policy in run.policies.items():
+        fault = template_fault(policy.chat_template_kwargs)
+        if fault:
+            yield f"policies.{name}.chat_template_kwargs{fault}"
     yield from task_faults(run.task, "task")
     if len(run.evaluations) > MAX_EVALUATIONS:
         yield f"evaluations: {len(run.evaluations)} of them, at most {MAX_EVALUATIONS}"
@@ -61,16 +67,26 @@ def module_faults(run: RunSpec, modules: Collection[str]) -> Iterator[str]:
 
 def task_functions(run: RunSpec) -> Iterator[tuple[str, SourceFields]]:
     """The sources of a run's tasks that are functions, each with the key of its table."""
+    return ((where, source) for where, source in task_sources(run) if source.function)
+
+
+def task_sources(run: RunSpec) -> Iterator[tuple[str, TaskSpec | PartSpec]]:
+    """The sources of a run's tasks, each with the key of its table; of a mixture its parts."""
     tasks = {"task": run.task}
     for name, spec in run.all_evaluations().items():
         if spec.task is not None:
             where = "evaluation" if spec is run.evaluation else f"evaluations.{name}"
             tasks[f"{where}.task"] = spec.task
     for where, task in tasks.items():
-        parts = {f"{where}.parts[{number}]": part for number, part in enumerate(task.parts)}
-        for at, source in {where: task, **parts}.items():
-            if source.function:
-                yield at, source
+        if task.source == "mixture":
+            yield from part_sources(task, where)
+        else:
+            yield where, task
+
+
+def part_sources(task: TaskSpec, where: str) -> Iterator[tuple[str, PartSpec]]:
+    """The parts of a mixture, each with the key of its table."""
+    return ((f"{where}.parts[{number}]", part) for number, part in enumerate(task.parts))
 
 
 def task_faults(task: TaskSpec, where: str) -> Iterator[str]:
@@ -82,12 +98,13 @@ def task_faults(task: TaskSpec, where: str) -> Iterator[str]:
         return
     if not task.parts:
         yield f'{where}.parts: missing; source = "mixture" needs at least one'
-    for key in ("dataset", "path", "function", "settings"):
+    for key in ("dataset", "path", "function", "settings", "instruction"):
         if getattr(task, key):
             yield f'{where}.{key}: belongs to one of the parts of source = "mixture"; move it there'
+    if task.answer != "whole":
+        yield f'{where}.answer: belongs to one of the parts of source = "mixture"; move it there'
     seen: set[str] = set()
-    for number, part in enumerate(task.parts):
-        at = f"{where}.parts[{number}]"
+    for at, part in part_sources(task, where):
         yield from _source_faults(part, at)
         if part.name in seen:
             yield f"{at}.family: {part.name!r} is taken by an earlier part; give it another one"
@@ -106,6 +123,19 @@ def _source_faults(source: TaskSpec | PartSpec, where: str) -> Iterator[str]:
         yield (
             f'{where}.reward: source = "{source.source}" brings no verifier; use "exact",'
             ' "math-verify" or "code"'
+        )
+    if source.source == "reasoning-gym" and source.reward == "code":
+        yield f'{where}.reward: source = "reasoning-gym" has no tests for "code"; use "verifier"'
+    if source.answer != "whole" and source.reward not in ("verifier", "exact"):
+        yield (
+            f'{where}.answer: reward = "{source.reward}" finds the answer itself; remove it, or use'
+            ' "exact"'
+        )
+    size_bytes = len(source.instruction.encode("utf-8", "surrogatepass"))
+    if size_bytes > MAX_INSTRUCTION_BYTES:
+        yield (
+            f"{where}.instruction: {size_bytes} bytes, at most {MAX_INSTRUCTION_BYTES}; make it"
+            " shorter"
         )
     if source.source == "jsonl" and source.settings:
         yield f'{where}.settings: source = "jsonl" has none; remove them'

@@ -7,6 +7,7 @@ What always holds: every number has an upper bound, and a run fits the messages 
 (``RunSubmit``, ``Welcome``) or in part (``LeaseOffer``), as does the ``BatchGrant`` of a batch.
 """
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,6 +24,38 @@ MAX_ROLLOUTS = 16
 
 MAX_SETTINGS_BYTES = 16 * 1024
 """A workflow's settings travel with every lease."""
+
+MAX_TEMPLATE_BYTES = 1024
+"""A policy's arguments of its chat template travel with every lease, too."""
+
+MAX_TEMPLATE_DEPTH = 4
+"""Tables and lists within each other in such an argument."""
+
+TEMPLATE_OWN = frozenset(
+    (
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    )
+)
+"""What a chat template is given otherwise, or the function that applies it."""
+
+MAX_INSTRUCTION_BYTES = 4096
+
+AnswerForm = Literal["whole", "tags", "boxed", "last-number"]
 
 MAX_RUN_BYTES = 192 * 1024
 """A run travels in one control frame of 256 KiB."""
@@ -51,6 +84,40 @@ def _check_settings(settings: dict[str, Any] | None) -> None:
             f"settings: take {size_bytes} bytes, every lease has room for"
             f" {MAX_SETTINGS_BYTES}; make them shorter"
         )
+
+
+def template_fault(arguments: dict[str, Any]) -> str:
+    """What is wrong with a policy's arguments of its chat template, beginning with ``:`` or with
+    the key's ``.NAME:``, or nothing."""
+    for name, value in arguments.items():
+        if not name.isidentifier():
+            return f".{name}: is no name of a template's variable; use letters, digits and _"
+        if name in TEMPLATE_OWN:
+            return f".{name}: is given by the agent itself; remove it"
+        if not _is_json(value, MAX_TEMPLATE_DEPTH):
+            return (
+                f".{name}: must be a truth value, number or text, or lists and tables of these, at"
+                f" most {MAX_TEMPLATE_DEPTH} within each other"
+            )
+    size_bytes = len(msgspec.msgpack.encode(arguments))
+    if size_bytes > MAX_TEMPLATE_BYTES:
+        return f": takes {size_bytes} bytes, at most {MAX_TEMPLATE_BYTES}; make it shorter"
+    return ""
+
+
+def _is_json(value: object, depth: int) -> bool:
+    match value:
+        case dict():
+            keys = all(isinstance(key, str) for key in value)
+            return depth > 0 and keys and all(_is_json(each, depth - 1) for each in value.values())
+        case list() | tuple():
+            return depth > 0 and all(_is_json(each, depth - 1) for each in value)
+        case float():
+            return math.isfinite(value)
+        case int():
+            return -(2**63) <= value < 2**64  # what MessagePack takes
+        case _:
+            return value is None or isinstance(value, str)
 
 
 class AlgorithmSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +152,9 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     """One policy of a run. ``model`` is a folder on the trainer's host; ``settings`` belong to
-    the named trainer, which validates them."""
+    the named trainer, which validates them. ``chat_template_kwargs`` are further arguments of its
+    chat template, wherever agents apply it: with ``{ enable_thinking = false }`` Qwen3 answers
+    without thinking first."""
 
     model: str
     trained: bool = True
@@ -96,6 +165,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: Positive = 20
     settings: dict[str, Any] = {}
     data: DataSpec = DataSpec()
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def publishes_adapter(self) -> bool:
@@ -117,7 +187,10 @@ class CodeReward(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SourceFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What any source of items has; see ``TaskSpec``."""
+    """What any source of items has; see ``TaskSpec``. ``answer`` is the part of a response that the
+    rewards ``verifier`` and ``exact`` look at: all of it (``whole``), what is in the last
+    ``<answer>`` tags, in the last ``\\boxed{}``, or the last number; a response without one gets 0.
+    ``instruction`` is put behind each prompt, after an empty line, to ask for that form."""
 
     dataset: str = ""
     path: str = ""
@@ -125,6 +198,8 @@ class SourceFields(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     reward: Literal["verifier", "exact", "math-verify", "code"] = "verifier"
     code: CodeReward = CodeReward()
+    answer: AnswerForm = "whole"
+    instruction: str = ""
 
 
 class PartSpec(SourceFields, frozen=True, kw_only=True):
@@ -150,10 +225,11 @@ class TaskSpec(SourceFields, frozen=True, kw_only=True):
     """A source of items. ``reasoning-gym`` takes ``dataset`` and ``settings`` and brings its own
     verifier; ``jsonl`` takes ``path``; ``python`` takes ``function`` (``module:function`` on the
     scheduler's host, of a module in ``scheduler.task_modules``) and calls it with a seed and
-    ``settings``; the last two are scored with ``reward``. ``mixture`` takes items from its
-    ``parts`` in proportion to their weights. One item in ``held_out_one_in`` (by a hash of its
-    prompt, the same for all parts) is never trained on, so both kinds of items are disjoint by
-    construction."""
+    ``settings``; the last two are scored with ``reward``. ``instruction`` is put behind each
+    prompt, and ``answer`` says where in a response the verifier looks (docs/evaluation.md).
+    ``mixture`` takes items from its ``parts`` in proportion to their weights. One item in
+    ``held_out_one_in`` (by a hash of its prompt, the same for all parts) is never trained on, so
+    both kinds of items are disjoint by construction."""
 
     source: Literal["reasoning-gym", "jsonl", "python", "mixture"]
     parts: Annotated[tuple[PartSpec, ...], Meta(max_length=32)] = ()

@@ -24,13 +24,8 @@ from transport.keys import KeyPair, load_relay_key
 from transport.lanes import LanePlan
 from transport.links import Link, Network, ServerKeys
 from transport.messages import Chunk, ChunkRequest, Plane
-from transport.plane_links import (
-    BULK_MESSAGES,
-    PlaneLinks,
-    bracketed,
-    connected,
-    link_options,
-)
+from transport.plane_links import BULK_MESSAGES, PlaneLinks, bracketed, link_options
+from transport.reaching import Reaching, address_of, what_to_look_at
 from transport.runtime.clock import Clock
 from transport.runtime.settings import RelayAddress, TransportConfig
 
@@ -195,13 +190,14 @@ class SourceLinks:
     ) -> None:
         options = link_options(self._transport, PLANE)._replace(window_messages=BULK_MESSAGES)
         link = self._network.link(endpoint, options, key=self._key, server_key=peer_key)
+        reaching = Reaching(partial(_say_why, name, address_of(endpoint), relay))
         loop = asyncio.get_running_loop()
         tasks = (
             loop.create_task(self._receive(name, link), name=f"receive {name}"),
-            loop.create_task(self._watch(name, link), name=f"watch {name}"),
+            loop.create_task(self._watch(name, link, reaching), name=f"watch {name}"),
         )
         self._connections[name] = _Connection(link, window, relay, tasks)
-        _log.info("source.opened", source=name)
+        _log.info("source.opened", source=name, address=address_of(endpoint))
 
     def _disconnect(self, name: SourceId) -> None:
         connection = self._connections.pop(name)
@@ -231,10 +227,10 @@ class SourceLinks:
                 if isinstance(message, Chunk):
                     self._arrived(name, message, payload)
 
-    async def _watch(self, name: SourceId, link: Link) -> None:
+    async def _watch(self, name: SourceId, link: Link, reaching: Reaching) -> None:
         while True:
             try:
-                await connected(link, partial(_say_why, name))
+                await reaching.connected(link)
                 _log.info("source.up", source=name)
                 self._changed(name, True)
                 await link.wait_disconnected()
@@ -244,11 +240,12 @@ class SourceLinks:
             self._changed(name, False)
 
 
-def _say_why(name: SourceId, reason: str) -> None:
+def _say_why(name: SourceId, address: str, relay: bool, reason: str) -> None:
+    table, port = ("transport.relays", "port") if relay else ("transport", "weights_port")
+    remedy = what_to_look_at(reason, f"{table}.host", f"{table}.{port}")
     _log.warning(
-        "source.not_connected", source=name, reason=reason,
-        remedy="weights come from the store meanwhile; for a relay check its host and port, that"
-        " our keys/relays has its public key, and that its keys/authorized has ours",
+        "source.not_connected", source=name, address=address, reason=reason,
+        remedy=f"{remedy} Weights come over the other connections meanwhile.",
     )  # fmt: skip
 
 

@@ -13,11 +13,13 @@ import msgspec
 from msgspec import Meta
 
 from transport.errors import ConfigError
+from transport.hosts import host_fault
 from transport.key_files import check_curve, load_toml, parse_toml
 from transport.runtime.settings import Port
 
 STANDARD_INPUT = "-"
 _MAX_CHARACTERS = 4096
+_MADE_WITH = "farflow token create"
 
 Text = Annotated[str, Meta(max_length=256)]
 
@@ -33,8 +35,9 @@ class TokenFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     secret: Text
 
     def __post_init__(self) -> None:
-        if not self.host or self.host.strip() != self.host or '"' in self.host:
-            raise ValueError(f"host {self.host!r} is no address")
+        fault = host_fault(self.host)
+        if fault:
+            raise ValueError(f"host: {fault}")
         check_curve("server_key", self.server_key)
 
     def __repr__(self) -> str:
@@ -75,7 +78,7 @@ def load_token(source: str) -> TokenFile:
     """The token in the file ``source``, or on standard input for ``-``.
 
     Raises:
-        ConfigError: it is no token, or others can read the file.
+        ConfigError: it is no token, or not all of one, or others can read the file.
     """
     if source == STANDARD_INPUT:
         text = sys.stdin.read(_MAX_CHARACTERS + 1)
@@ -83,5 +86,5 @@ def load_token(source: str) -> TokenFile:
             raise ConfigError(
                 f"standard input: over {_MAX_CHARACTERS} characters, this is no token"
             )
-        return parse_toml("standard input", text, TokenFile)
-    return load_toml(Path(source), TokenFile, secret=True, made_with="farflow token create")
+        return parse_toml("standard input", text, TokenFile, made_with=_MADE_WITH)
+    return load_toml(Path(source), TokenFile, secret=True, made_with=_MADE_WITH)

@@ -26,6 +26,7 @@ from transport.links import (
     ServerKeys,
     key_candidates,
 )
+from transport.reaching import why_no_tcp
 from transport.zap import ZapHandler
 from transport.zmq_hub import ZmqHub
 from transport.zmq_socket import (
@@ -79,6 +80,13 @@ class ZmqLink(End[list[bytes]]):
     @property
     def connected(self) -> bool:
         return self._up.is_set() and not self._closed
+
+    async def why(self) -> str:
+        said = self.last_failure
+        if self.connected or (said and said not in (NOBODY_LISTENS, CONNECTION_LOST)):
+            return said
+        # libzmq tells neither that a name is unknown nor the error of a connection.
+        return await why_no_tcp(self.endpoint) or said
 
     async def wait_connected(self) -> None:
         self._require_open()

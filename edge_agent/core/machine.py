@@ -39,7 +39,9 @@ from edge_agent.core.snapshot import AgentSnapshot
 from edge_agent.core.weights import Weights
 from edge_agent.core.work import Work
 from transport.messages import (
+    FEATURE_ANSWER,
     FEATURE_OFFERS,
+    FEATURE_TEMPLATE,
     MAX_ID_LENGTH,
     AgentInventory,
     AgentLogRequest,
@@ -359,7 +361,7 @@ class AgentCore:
             role=Role.AGENT,
             incarnation=self.incarnation,
             build=self._build,
-            features=(FEATURE_OFFERS,),
+            features=(FEATURE_OFFERS, FEATURE_TEMPLATE, FEATURE_ANSWER),
             agent=AgentInventory(
                 slots=settings.slots,
                 hardware=settings.hardware,

@@ -9,8 +9,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
-from edge_agent.engine import Chat, Tools
+from edge_agent.engine import NO_ARGUMENTS, Chat, TemplateArguments, Tools
 from transport.errors import GenerationFailed
+from transport.ids import policy_name
 
 _QUESTION: Final = "question"
 _ANSWER: Final = "farflowanswer"
@@ -27,27 +28,39 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._inside = threading.Lock()
 
-    def encode(self, prompt: str) -> tuple[int, ...]:
+    def encode(self, prompt: str, arguments: TemplateArguments = NO_ARGUMENTS) -> tuple[int, ...]:
         """Through the chat template as one user message, or as it is where there is none."""
         if self._tokenizer.chat_template is None:
+            if arguments:
+                raise GenerationFailed(
+                    f"{self._name}: its tokenizer has no chat template for"
+                    f" {self._setting}; remove it"
+                )
             with self._inside:
                 return tuple(self._tokenizer.encode(prompt))
-        return self.encode_chat([{"role": "user", "content": prompt}])
+        return self.encode_chat([{"role": "user", "content": prompt}], arguments=arguments)
 
-    def encode_chat(self, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: Chat, tools: Tools = (), arguments: TemplateArguments = NO_ARGUMENTS
+    ) -> tuple[int, ...]:
         """See ``Engine.encode_chat``."""
-        text = self._render(messages, tools)
-        if tools and text == self._render(messages):
+        text = self._render(messages, tools, arguments)
+        if tools and text == self._render(messages, (), arguments):
             raise GenerationFailed(
                 f"{self._name}: its chat template shows no tools; describe them in a message"
             )
         return self._tokens(text)
 
-    def encode_next(self, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
+    def encode_next(
+        self,
+        answer: Sequence[int],
+        messages: Chat,
+        arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> tuple[int, ...]:
         """See ``Engine.encode_next``."""
         before = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER})
-        rendered = self._render((*before, *messages))
-        if messages and rendered == self._render(before):
+        rendered = self._render((*before, *messages), (), arguments)
+        if messages and rendered == self._render(before, (), arguments):
             roles = ", ".join(sorted({str(message.get("role")) for message in messages}))
             raise GenerationFailed(f"{self._name}: its chat template shows no messages of {roles}")
         _, found, text = rendered.partition(_ANSWER)
@@ -73,7 +86,12 @@ class ChatTokenizer:
             text = self.decode(tokens[-count:])
         return any(end in text for end in stop)
 
-    def _render(self, messages: Chat, tools: Tools = ()) -> str:
+    @property
+    def _setting(self) -> str:
+        """The key of a run's file that gives our template arguments."""
+        return f"policies.{policy_name(self._name)}.chat_template_kwargs"
+
+    def _render(self, messages: Chat, tools: Tools, arguments: TemplateArguments) -> str:
         from jinja2 import TemplateError
 
         if self._tokenizer.chat_template is None:
@@ -87,6 +105,7 @@ class ChatTokenizer:
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=True,
+                **arguments,
             )
         except (
             TemplateError,
@@ -97,8 +116,9 @@ class ChatTokenizer:
             TypeError,
             ValueError,
         ) as error:  # a template is a program, and each refuses in its own way
+            given = f" with {self._setting} = {dict(arguments)}" if arguments else ""
             raise GenerationFailed(
-                f"{self._name}: its chat template refuses these messages: {error}"
+                f"{self._name}: its chat template refuses these messages{given}: {error}"
             ) from error
         return text
 

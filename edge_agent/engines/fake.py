@@ -21,11 +21,13 @@ from statistics import NormalDist
 
 from edge_agent.config import FakeEngineTable
 from edge_agent.engine import (
+    NO_ARGUMENTS,
     Chat,
     Completion,
     EngineStats,
     GenerationRequest,
     Positions,
+    TemplateArguments,
     Tools,
     inside,
     refuse_adapter,
@@ -198,17 +200,31 @@ class FakeEngine:
             task.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
 
-    def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
-        """One token per character."""
+    def encode(
+        self, policy: str, prompt: str, arguments: TemplateArguments = NO_ARGUMENTS
+    ) -> tuple[int, ...]:
+        """One token per character; there is no template that ``arguments`` could change."""
         self._hosted(policy)
         return fake_text.encode_text(prompt)
 
-    def encode_chat(self, policy: str, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
+    def encode_chat(
+        self,
+        policy: str,
+        messages: Chat,
+        tools: Tools = (),
+        arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> tuple[int, ...]:
         """See ``Engine.encode_chat`` and ``fake_text``."""
         self._hosted(policy)
         return fake_text.encode_chat(messages, tools)
 
-    def encode_next(self, policy: str, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
+    def encode_next(
+        self,
+        policy: str,
+        answer: Sequence[int],
+        messages: Chat,
+        arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> tuple[int, ...]:
         """See ``Engine.encode_next``."""
         self._hosted(policy)
         return fake_text.encode_next(answer, messages)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from edge_agent.engine import Chat, EngineStats, Tools
+from edge_agent.engine import NO_ARGUMENTS, Chat, EngineStats, TemplateArguments, Tools
 from edge_agent.engines.chat_tokenizer import ChatTokenizer
 from edge_agent.engines.vllm_room import Admission
 from transport.errors import GenerationFailed
@@ -42,17 +42,31 @@ class HostingEngine(Generic[H]):
         self._busy_s = 0.0
         self._busy_since_s: float | None = None
 
-    def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
+    def encode(
+        self, policy: str, prompt: str, arguments: TemplateArguments = NO_ARGUMENTS
+    ) -> tuple[int, ...]:
         """See ``Engine.encode``; raises GenerationFailed when the policy is not loaded."""
-        return self._find(policy).tokenizer.encode(prompt)
+        return self._find(policy).tokenizer.encode(prompt, arguments)
 
-    def encode_chat(self, policy: str, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
+    def encode_chat(
+        self,
+        policy: str,
+        messages: Chat,
+        tools: Tools = (),
+        arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> tuple[int, ...]:
         """See ``Engine.encode_chat``."""
-        return self._find(policy).tokenizer.encode_chat(messages, tools)
+        return self._find(policy).tokenizer.encode_chat(messages, tools, arguments)
 
-    def encode_next(self, policy: str, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
+    def encode_next(
+        self,
+        policy: str,
+        answer: Sequence[int],
+        messages: Chat,
+        arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> tuple[int, ...]:
         """See ``Engine.encode_next``."""
-        return self._find(policy).tokenizer.encode_next(answer, messages)
+        return self._find(policy).tokenizer.encode_next(answer, messages, arguments)
 
     def decode(self, policy: str, tokens: Sequence[int]) -> str:
         """See ``Engine.decode``; raises GenerationFailed when the policy is not loaded."""

@@ -29,11 +29,13 @@ from typing import Literal
 import structlog
 
 from edge_agent.engine import (
+    NO_ARGUMENTS,
     Chat,
     Completion,
     EngineStats,
     GenerationRequest,
     Positions,
+    TemplateArguments,
     Tools,
 )
 from edge_agent.engines.torch_bases import Bases
@@ -114,17 +116,31 @@ class TorchEngine:
             self._inbox.put(Close())
             await asyncio.to_thread(thread.join)
 
-    def encode(self, policy: str, prompt: str) -> tuple[int, ...]:
+    def encode(
+        self, policy: str, prompt: str, arguments: TemplateArguments = NO_ARGUMENTS
+    ) -> tuple[int, ...]:
         """See ``Engine.encode``; raises GenerationFailed when the policy is not loaded."""
-        return self._hosted(policy).tokenizer.encode(prompt)
+        return self._hosted(policy).tokenizer.encode(prompt, arguments)
 
-    def encode_chat(self, policy: str, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
+    def encode_chat(
+        self,
+        policy: str,
+        messages: Chat,
+        tools: Tools = (),
+        arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> tuple[int, ...]:
         """See ``Engine.encode_chat``."""
-        return self._hosted(policy).tokenizer.encode_chat(messages, tools)
+        return self._hosted(policy).tokenizer.encode_chat(messages, tools, arguments)
 
-    def encode_next(self, policy: str, answer: Sequence[int], messages: Chat) -> tuple[int, ...]:
+    def encode_next(
+        self,
+        policy: str,
+        answer: Sequence[int],
+        messages: Chat,
+        arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> tuple[int, ...]:
         """See ``Engine.encode_next``."""
-        return self._hosted(policy).tokenizer.encode_next(answer, messages)
+        return self._hosted(policy).tokenizer.encode_next(answer, messages, arguments)
 
     def decode(self, policy: str, tokens: Sequence[int]) -> str:
         """See ``Engine.decode``; raises GenerationFailed when the policy is not loaded."""

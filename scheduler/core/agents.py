@@ -22,6 +22,7 @@ from scheduler.core import (
     waits,
 )
 from scheduler.core.context import CONNECTED, AgentLive, Context, Lease, known_code
+from scheduler.core.failures import class_of
 from scheduler.core.state import Agent
 from transport.messages import (
     KNOWN_KINDS,
@@ -350,11 +351,19 @@ def _attempt_failed(ctx: Context, agent: Agent, live: AgentLive, message: Attemp
     code = known_code(message.code)
     agent.attempts_failed += 1
     ctx.tables.touch(agent)
-    live.failures += 1
-    if live.failures >= jobs.FAILURE_STREAK:
-        agent_states.block(ctx, live, jobs.backoff_s(ctx, live.failures))
+    if not _is_the_jobs(ctx, lease, code):
+        live.failures += 1
+        if live.failures >= jobs.FAILURE_STREAK:
+            agent_states.block(ctx, live, jobs.backoff_s(ctx, live.failures))
     jobs.attempt_failed(ctx, lease, code, message.detail)
     quarantine.failed(ctx, agent.name, code, f"{lease.attempt}: {message.detail[:200]}")
+
+
+def _is_the_jobs(ctx: Context, lease: Lease, code: str) -> bool:
+    """Whether another agent speaks for this one: a few jobs that fail everywhere would otherwise
+    give every agent a break, and the jobs behind them would wait."""
+    elsewhere = any(name != lease.agent for name in ctx.tables.jobs[lease.job].avoid)
+    return elsewhere and class_of(code) == "job"
 
 
 def _goodbye(ctx: Context, agent: Agent, live: AgentLive, message: Goodbye) -> None:

@@ -219,9 +219,9 @@ def _misfit(ctx: Context, run: Run, agent: Agent, work: Work) -> str:
         return f"no workflow {workflow}"
     if code != live.codes.get(workflow, code):
         return f"other code of workflow {workflow}"
-    reward = work.missing_reward(agent.rewards)
-    if reward:
-        return f"no reward {reward}"
+    missing = work.missing(agent)
+    if missing:
+        return f"no {missing}"
     unadapted = without_model(run, live.policies, agent)
     if unadapted:
         return f"no model for the adapter of {unadapted} (agent.local_models)"

@@ -123,7 +123,7 @@ def _ready(ctx: Context, run: Run) -> list[tuple[Agent, AgentLive]]:
     for name, live in ctx.agents.items():
         agent = ctx.tables.agents[name]
         able = work.workflow.reference in agent.workflows
-        if live.state == "ready" and able and not work.missing_reward(agent.rewards):
+        if live.state == "ready" and able and not work.missing(agent):
             found.append((agent, live))
     return found
 

@@ -178,6 +178,7 @@ def _offer(ctx: Context, run: Run, job: Job, choice: Choice) -> float:
         pinned=pinned,
         resume=resume,
         recheck="" if recheck is None else recheck.digest,
+        chat_template_kwargs=work.arguments,
     )
     ctx.effects.append(Send(choice.agent, offer, job.prompt))
     return lease.tokens

@@ -9,8 +9,9 @@
                spool store trajectory.
     data       summary.invalid                    as box             evidence, at once
     job        everything else (attempt. engine   back-off with      back-off after a streak
-               reward. task workflow.)            jitter, elsewhere
+               reward. task workflow.)            jitter, elsewhere      that it began
 
+A failure of class job that another agent saw before with the same job is no part of a streak.
 What is not the job's fault counts as a loss, of which a job may have ``LOSSES_PER_ATTEMPT`` times
 as many as failures. An engine that fails may be broken or the prompt impossible for it: that is
 for the job's count, because a job that fails everywhere must end, and a broken engine fails many

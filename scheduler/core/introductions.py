@@ -71,6 +71,7 @@ def introduce(
         rewards=inventory.rewards,
         rechecks=inventory.rechecks,
         recheck_kinds=tuple(kind[:MAX_ID_LENGTH] for kind in inventory.recheck_kinds[:MAX_LABELS]),
+        features=tuple(name[:MAX_ID_LENGTH] for name in message.features[:MAX_LABELS]),
         labels=_labels(inventory),
         bases=tuple(base[:MAX_ID_LENGTH] for base in inventory.bases[:MAX_LABELS]),
         versions={p: ref for p, ref in inventory.versions.items() if p in ctx.hosted},

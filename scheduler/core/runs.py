@@ -47,7 +47,7 @@ def submit_run(ctx: Context, message: RunSubmit, fault: str = "", *, by: str = "
     known = ctx.tables.runs.get(spec.name)
     if known is not None:
         return _submitted_before(known, spec)
-    fault = fault or _fault(spec, ctx.settings.task_modules)
+    fault = _fault(spec, ctx.settings.task_modules) or fault
     if fault:
         ctx.count("refused.run.invalid")
         return CommandReply(ok=False, code="run.invalid", message=fault)

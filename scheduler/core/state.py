@@ -273,6 +273,7 @@ class Agent(Entity):
     rewards: tuple[str, ...] = ()
     rechecks: bool = False
     recheck_kinds: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
     labels: dict[str, str] = {}
     bases: tuple[str, ...] = ()
     versions: dict[str, VersionRef] = {}

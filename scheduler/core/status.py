@@ -129,8 +129,8 @@ def not_offered(work: Work, ready: list[Agent]) -> str:
     able = [agent for agent in ready if workflow in agent.workflows]
     if not able:
         return f"no agent offers workflow {workflow}"
-    missing = [work.missing_reward(agent.rewards) for agent in able]
-    return f"no agent offers reward {missing[0]}" if all(missing) else ""
+    missing = [work.missing(agent) for agent in able]
+    return f"no agent offers {missing[0]}" if all(missing) else ""
 
 
 def _stuck_evaluation(ctx: Context, run: Run, ready: list[Agent]) -> str:

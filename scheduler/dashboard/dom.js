@@ -43,8 +43,12 @@ export function keyed(parent, entries, keyOf, make, update) {
   parent.kept = now;
 }
 
+// Rows that are out of sight are brought up to date by turns, one in so many at each update.
+const TURNS = 5;
+
 // A table whose cells change in place. A column: {title, text(row), number, mark(row) -> class,
-// node(row) -> element or null, sort(row)}.
+// node(row) -> element or null, sort(row)}. What layout costs is the cells that change: rows in
+// sight, or less than half a screen from it, change at once, others when they come there or by turns.
 export class Table {
   constructor(columns, keyOf, { caption, sortable = true } = {}) {
     this.columns = columns;
@@ -52,6 +56,16 @@ export class Table {
     this.by = null;
     this.down = false;
     this.rows = [];
+    this.updates = 0;
+    this.near = new WeakSet();
+    this.watch = new IntersectionObserver((seen) => {
+      for (const { target, isIntersecting } of seen) {
+        if (isIntersecting) {
+          this.near.add(target);
+          this.fill(target, target.row);
+        } else this.near.delete(target);
+      }
+    }, { rootMargin: "50%" });
     this.body = h("tbody");
     this.heads = columns.map((column, index) => h(
       "th", { scope: "col", class: column.number ? "number" : null, "aria-sort": "none" },
@@ -81,12 +95,19 @@ export class Table {
         return (x < y ? -1 : x > y ? 1 : 0) * way;
       });
     }
-    keyed(this.body, shown, this.keyOf, (row) => this.make(row), (tr, row) => this.fill(tr, row));
+    let turn = this.updates++;
+    keyed(this.body, shown, this.keyOf, () => this.make(), (tr, row) => {
+      const made = !tr.row;
+      tr.row = row;
+      if (made || this.near.has(tr) || turn++ % TURNS === 0) this.fill(tr, row);
+    });
   }
 
   make() {
-    return h("tr", {}, this.columns.map((column, index) => index === 0
+    const tr = h("tr", {}, this.columns.map((column, index) => index === 0
       ? h("th", { scope: "row" }) : h("td", { class: column.number ? "number" : null })));
+    this.watch.observe(tr);
+    return tr;
   }
 
   fill(tr, row) {

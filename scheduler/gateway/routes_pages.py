@@ -7,13 +7,13 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from scheduler.build import build_id
 from scheduler.gateway.calls import LOOK, Call, Route
 from scheduler.gateway.history import RunHistory, run_history
 from scheduler.gateway.jobs import MAX_LIMIT, JobPage, job_page
 from scheduler.gateway.metrics import HttpCounts, render
 from scheduler.http_server import HttpRefused
 from transport.messages import Id
+from transport.runtime.build import build_id
 from transport.telemetry import CONTENT_TYPE
 
 

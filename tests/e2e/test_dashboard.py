@@ -138,6 +138,32 @@ def test_every_page_is_drawn_soon_and_without_an_error(browser, deployment):
         assert (ago_s + here.tm_sec - told.tm_sec) % 86400 < 120
 
 
+def test_rows_out_of_sight_change_when_they_come_in_sight_or_by_turns(browser, deployment):
+    with opened(browser, deployment) as page:
+        page.evaluate("""async () => {
+          const { Table } = await import(new URL("assets/dom.js", document.baseURI));
+          const columns = [{ title: "Name", text: (row) => row.name },
+            { title: "Value", text: (row) => String(row.value) }];
+          const table = new Table(columns, (row) => row.name);
+          document.body.replaceChildren(table.element);
+          window.update = (value) => table.show(
+            Array.from({ length: 300 }, (_, at) => ({ name: `row-${at}`, value })));
+          window.update(0);
+        }""")
+        expect(page.locator("tbody tr")).to_have_count(300)
+        assert set(cells(page, 2)) == {"0"}
+        page.evaluate("new Promise(requestAnimationFrame)")
+        page.evaluate("window.update(1)")
+        values = cells(page, 2)
+        assert values[:20] == ["1"] * 20
+        late = next(at for at in range(299, 0, -1) if values[at] == "0")
+        assert 150 < values.count("0") < 280
+        page.locator("tbody tr").nth(late).scroll_into_view_if_needed()
+        expect(page.locator("tbody tr").nth(late).locator("td")).to_have_text("1")
+        page.evaluate("scrollTo(0, 0); for (let value = 2; value < 8; value++) window.update(value)")
+        assert "1" not in cells(page, 2)
+
+
 def test_runs_come_before_the_map_which_is_there_only_with_a_site(browser, deployment):
     """A deployment without labels had an empty world on its first screen."""
     with opened(browser, deployment, in_(deployment)) as page:

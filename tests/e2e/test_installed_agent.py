@@ -59,9 +59,10 @@ async def test_a_box_becomes_an_agent_with_one_command(tmp_path: Path) -> None:
         unit = (tmp_path / "units" / "farflow-agent.service").read_text()
         assert "\nTimeoutStopSec=75\n" in unit
         own.write_text(own.read_text().replace("slots = 7", "slots = 9"))
-        said = await call("agent", "install", *place, "--slots", "3", cwd=tmp_path)
-        assert f"kept: {own}" in said
-        assert "not changed: slots" in said
+        status, said = await refused("agent", "install", *place, "--slots", "3", cwd=tmp_path)
+        assert (status, f"{own} has slots = 9" in said) == (78, True)
+        said = await call("agent", "install", *place, "--slots", "9", cwd=tmp_path)
+        assert f'kept: engine = "fake", device = "cpu", slots = 9 ({own})' in said
         assert "unchanged:" in said
         assert "\nslots = 9\n" in own.read_text()
 

@@ -20,6 +20,7 @@ from edge_agent.doctor import Doctor, Finding, first_wrong, what_to_do
 from scheduler.tokens import revoke_key
 from transport.keys import KeyPair, create_keys
 from transport.messages import Role
+from transport.runtime.build import installed_build
 from transport.runtime.clock import ManualClock, SystemClock
 from transport.runtime.settings import TransportConfig
 
@@ -32,6 +33,7 @@ PROBES = [
     "tcp weights",
     "connection",
     "protocol",
+    "build",
     "clock",
     "gpu",
     "engine",
@@ -89,6 +91,7 @@ async def test_nothing_is_wrong_with_a_healthy_box_and_nobody_is_disturbed(patie
     found = await patient.examine()
     assert patient.first is None
     assert "knows us as 'a'" in found["protocol"].text
+    assert found["build"].text == f"{installed_build()}, as the scheduler's"
     assert found["clock"].state == "ok"
     assert patient.cloud.events == []
     assert list((patient.cloud.folder / "state").iterdir()) == []
@@ -123,6 +126,16 @@ async def test_the_first_thing_that_is_wrong_is_named_with_its_remedy(
     assert patient.first is not None
     assert patient.first.probe == probe
     assert remedy in patient.first.remedy
+
+
+@pytest.mark.asyncio
+async def test_two_builds_are_both_named_and_how_to_make_them_one(patient, monkeypatch):
+    monkeypatch.setattr("edge_agent.installation.installed_build", lambda: "0.1.0+old.old")
+    found = (await patient.examine())["build"]
+    assert patient.first is None
+    assert found.state == "warning"
+    assert found.text == f"here 0.1.0+old.old, the scheduler {installed_build()}: they differ"
+    assert "--force-reinstall --no-deps" in found.remedy
 
 
 @pytest.mark.asyncio

@@ -1,6 +1,8 @@
 """The chat endpoint before a real model and a real chat template."""
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +66,36 @@ async def test_conversations_of_a_real_model_are_exact(tmp_path: Path) -> None:
     finally:
         await endpoint.close()
         await engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_the_arguments_of_a_policys_template_reach_the_chat_endpoint(tmp_path: Path) -> None:
+    from edge_agent.engines.torch_engine import TorchEngine
+
+    model = shutil.copytree(EXAMPLE, tmp_path / "model")
+    path = model / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] += "{% if enable_thinking is false %}34{% endif %}"
+    path.write_text(json.dumps(config))
+    engine, endpoint = TorchEngine(16), ChatEndpoint(SystemClock())
+    await engine.start()
+    prompts = []
+    try:
+        await engine.load_policy(SOLVER, model, 5)
+        for arguments in ({}, {SOLVER: {"enable_thinking": False}}):
+            made = offer(max_new_tokens=2, chat_template_kwargs=arguments)
+            time, chats = GenerationTime(SystemClock()), AttemptChats(endpoint)
+            context = WorkflowContext(
+                made, made.items[0], engine, RewardPool(1.0), time, chats=chats
+            )
+            async with context.chat() as chat, client_of(chat) as client:
+                asked: Any = [{"role": "user", "content": "12 + 4 ="}]
+                await client.chat.completions.create(model="solver", messages=asked)
+                tokens = chat.rollout().prompt_tokens
+            assert tokens == context.policy().encode("12 + 4 =")
+            prompts.append(engine.decode(SOLVER, tokens))
+    finally:
+        await endpoint.close()
+        await engine.close()
+    assert prompts[1] == prompts[0] + "34"

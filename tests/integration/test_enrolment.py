@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
+import structlog
 import zmq
 
 from edge_agent.config import AgentConfig, AgentTable
@@ -353,6 +356,33 @@ async def test_the_client_says_why_it_was_refused_and_keeps_its_key(world, tmp_p
     assert KeyPair.load(tmp_path / "a" / "agent.toml").public_key in before
 
 
+@pytest.mark.parametrize(
+    ("host", "reason", "remedy"),
+    [
+        ("127.0.0.1", "nobody listens there", r"farflow token ls.*the port open"),
+        ("nowhere.invalid", "the name is not known here", r"resolve names.*--host"),
+    ],
+)
+async def test_an_enrolment_that_reaches_nobody_says_whom_why_and_what_to_look_at(
+    closed, tmp_path, monkeypatch, host, reason, remedy
+):
+    monkeypatch.setattr("edge_agent.enrol.ANSWER_S", 0.1)
+    monkeypatch.setattr("edge_agent.enrol.AGAIN_S", 0.05)
+    monkeypatch.setattr("transport.reaching.FIRST_S", 0.5)
+    where = {"host": host, "enrolment_port": 1}  # a port where nobody can listen but root
+    token = msgspec.structs.replace(closed.token(), **where)
+    with (
+        structlog.testing.capture_logs() as logs,
+        pytest.raises(PeerUnreachable, match=rf"^{host}:1: {reason}.*\. .*{remedy}"),
+    ):
+        await enrol(closed.strangers, token, tmp_path / "a", name="box", wait_s=2.0)
+    said = [line for line in logs if line["event"] == "enrolment.again"]
+    assert 1 <= len(said) <= 3  # of some six tries
+    assert said[0]["address"] == f"{host}:1"
+    assert said[0]["reason"].startswith(reason)
+    assert re.search(remedy, said[0]["remedy"])
+
+
 async def test_nobody_but_the_holder_of_the_tokens_server_key_is_talked_to(world, tmp_path):
     impostor = KeyPair.generate("server", Role.SCHEDULER).public_key
     token = world.token()
@@ -492,6 +522,11 @@ async def test_a_token_file_is_private_and_names_what_is_wrong(world, tmp_path, 
     path.write_text(token.text().replace("server_key", "key"))
     with pytest.raises(ConfigError, match="unknown field `key`"):
         load_token(str(path))
+    whole = token.text()
+    for length in range(0, len(whole) - 2, 7):
+        path.write_text(whole[:length])
+        with pytest.raises(ConfigError, match=r"not a whole file as `farflow token create`.*again"):
+            load_token(str(path))
     with pytest.raises(ConfigError, match="farflow token create"):
         load_token(str(tmp_path / "none"))
     import io

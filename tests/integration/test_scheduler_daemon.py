@@ -37,6 +37,7 @@ from scheduler.metrics_file import MetricsFiles
 from scheduler.operator import RequestRefused
 from scheduler.service import Worker
 from scheduler.store import SchedulerStore
+from scheduler.task_items import is_held_out
 from scheduler.tokens import revoke_key
 from transport.envelope import CONTROL_FRAME_BYTES
 from transport.errors import PeerUnreachable, StoreError
@@ -512,14 +513,21 @@ async def test_after_kill_9_the_daemon_is_found_where_it_was_and_knows_what_it_k
 @pytest.mark.asyncio
 async def test_a_run_whose_task_source_fails_says_why_and_a_dead_service_comes_back(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
+    trained = next(f"{n} + 1 =" for n in range(99) if not is_held_out(f"{n} + 1 =", 5))
+    few = json.dumps({"prompt": trained, "answer": "?"})
+    (tmp_path / "few.jsonl").write_text(few + "\n")
     async with deployment(tmp_path) as world, world.operator() as operator:
-        await operator.submit(run_spec(tmp_path, "broken", "bad.jsonl"))
+        # What a source says when it is opened is said before there is a run.
+        with pytest.raises(RequestRefused, match=r"bad.jsonl:1: answer: Expected `str`, got `int`"):
+            await operator.submit(run_spec(tmp_path, "broken", "bad.jsonl"))
+        assert not (await operator.status()).runs
+        await operator.submit(run_spec(tmp_path, "broken", "few.jsonl"))
         reason = ""
         async with asyncio.timeout(WAIT_S):
-            while "bad.jsonl" not in reason:
+            while "few.jsonl" not in reason:
                 [run] = (await operator.status()).runs
                 reason = run.reason
-        assert "bad.jsonl:1: answer: Expected `str`, got `int`" in reason
+        assert "few.jsonl: no line is held out" in reason
 
         await until(lambda: len(world.children()) == 2)  # the failed task source has ended
         before = world.children()

@@ -6,13 +6,16 @@ import os
 import random
 import signal
 import sys
+from typing import Any
 
 import msgspec
 import pytest
 from service_world import until
 
-from scheduler.core.events import ItemsProduced, TaskSourceFailed
+from scheduler.core.events import Event, FromOperator, ItemsProduced, TaskSourceFailed
+from scheduler.submissions import MAX_OPEN, Submissions
 from scheduler.task_runner import TaskRunner
+from transport.messages import RunSubmit, StatusRequest
 from transport.runs import EvaluationSpec, PolicySpec, RunSpec, TaskSpec, WorkflowSpec
 
 
@@ -188,8 +191,8 @@ async def test_evaluations_with_a_task_of_their_own_get_items_of_it(task, own):
 @pytest.mark.asyncio
 async def test_an_error_in_an_evaluations_task_is_told_with_its_name(task, own):
     for function, modules, expected in (
-        ("broken", (own,), f"evaluations.mine: task.function: '{own}:broken' pass 0, item 1: OSE"),
-        ("numbers", (), f"evaluations.mine: task.function: '{own}:numbers': module '{own}' is not"),
+        ("broken", (own,), f"evaluations.mine.task.function: '{own}:broken' pass 0, item 1: OSE"),
+        ("numbers", (), f"evaluations.mine.task.function: '{own}:numbers': module '{own}' is not"),
     ):
         broken = TaskSpec(source="python", function=f"{own}:{function}", reward="exact")
         r = Runner(modules=modules)
@@ -200,3 +203,75 @@ async def test_an_error_in_an_evaluations_task_is_told_with_its_name(task, own):
         assert isinstance(failed, TaskSourceFailed)
         assert failed.message.startswith(expected), failed.message
         await r.runner.close()
+
+
+# ---- before a run is submitted -------------------------------------------------------------------
+
+
+def runner(**options: Any) -> TaskRunner:
+    return TaskRunner(lambda _: None, random.Random(1), **options)
+
+
+@pytest.mark.asyncio
+async def test_a_check_opens_the_sources_in_a_process_that_ends(task):
+    checks = runner()
+    assert await checks.check(run_spec(task)) == ""
+    wrong = msgspec.structs.replace(task, path=task.path + ".gone")
+    assert "items.jsonl.gone: No such file" in await checks.check(run_spec(wrong))
+    own = run_spec(task, mine=EvaluationSpec(task=wrong))
+    assert (await checks.check(own)).startswith("evaluations.mine.task.path: ")
+
+
+@pytest.mark.parametrize("program", ["exit 3", "head -c 100 /dev/urandom", "echo gone >&2"])
+@pytest.mark.asyncio
+async def test_a_check_that_cannot_say_finds_nothing(task, program: str):
+    assert await runner(argv=("sh", "-c", program)).check(run_spec(task)) == ""
+    assert await runner(argv=("/no/such/program",)).check(run_spec(task)) == ""
+
+
+class Core:
+    """What a submission comes to."""
+
+    def __init__(self, runner: TaskRunner, check_s: float = 10.0) -> None:
+        self.events: list[Event] = []
+        known = {"known"}.__contains__
+        self.submissions = Submissions(runner, self.events.append, known, check_s=check_s)
+
+    def submit(self, run: RunSpec) -> FromOperator:
+        event = FromOperator("op", 1, RunSubmit(run=run))
+        self.submissions.put(event)
+        return event
+
+
+@pytest.mark.asyncio
+async def test_a_submission_comes_to_the_core_with_what_is_wrong_with_its_sources(task):
+    core = Core(runner())
+    wrong = run_spec(msgspec.structs.replace(task, path=task.path + ".gone"))
+    event = core.submit(wrong)
+    assert core.events == [], "nobody waits for the process"
+    other = FromOperator("op", 2, StatusRequest())
+    core.submissions.put(other)
+    assert core.events == [other]
+    await until(lambda: len(core.events) == 2)
+    assert core.events[1].fault.startswith("task.path: ")
+    assert msgspec.structs.replace(core.events[1], fault="") == event
+    good = core.submit(run_spec(task))
+    await until(lambda: len(core.events) == 3)
+    assert core.events[2] is good
+    known = core.submit(msgspec.structs.replace(wrong, name="known"))
+    assert core.events[3] is known, "the core knows it, whatever has become of its file"
+    await core.submissions.close()
+
+
+@pytest.mark.asyncio
+async def test_a_source_that_opens_slowly_holds_a_submission_up_for_a_while_only(task):
+    core = Core(runner(argv=("sleep", "60")), check_s=0.05)
+    events = [core.submit(run_spec(task)) for _ in range(MAX_OPEN + 1)]
+    assert core.events == [events[-1]], "more than a few are not looked at"
+    await until(lambda: len(core.events) == len(events))
+    assert not any(event.fault for event in core.events)
+    stays = Core(runner(argv=("sleep", "60")))
+    stays.submit(run_spec(task))
+    await asyncio.sleep(0)
+    await stays.submissions.close()
+    assert stays.events == []

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import structlog
@@ -14,6 +15,7 @@ from trainer_cloud import POLICY, TrainerCloud, make_group
 
 from cloud_trainer.checkpoints import lineage_ids
 from cloud_trainer.config import TrainerTable
+from cloud_trainer.daemon import run_daemon
 from cloud_trainer.numpy_trainer import NumpyTrainer
 from cloud_trainer.trainer import Trainer
 from transport.errors import ConfigError, ModelError, StoreError, WindowFull
@@ -64,6 +66,30 @@ async def test_a_run_is_trained_published_checkpointed_and_exported(tmp_path: Pa
     facts = [json.loads(line) for line in lines]
     assert [f["step"] for f in facts if f["kind"] == "step"] == [1, 2, 3, 4, 5]
     assert [f["version"] for f in facts if f["kind"] == "version"] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_that_reaches_nobody_says_whom_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.reaching.FIRST_S", 0.02)
+    async with TrainerCloud(tmp_path) as cloud:
+        config = cloud.config()
+    config = msgspec.structs.replace(
+        config, transport=msgspec.structs.replace(config.transport, host="nowhere.invalid")
+    )
+    stop = asyncio.Event()
+    with structlog.testing.capture_logs() as logs:
+        life = asyncio.create_task(run_daemon(config, stop=stop, on_ready=lambda _: None))
+        async with asyncio.timeout(10):
+            while len({m["plane"] for m in logs if m["event"] == "link.not_connected"}) < 3:
+                await asyncio.sleep(0.01)
+        stop.set()
+        assert await life == 0
+    said = next(m for m in logs if m["event"] == "link.not_connected" and m["plane"] == "control")
+    assert said["address"] == f"nowhere.invalid:{config.transport.control_port}"
+    assert said["reason"].startswith("the name is not known here")
+    assert "transport.host" in said["remedy"]
 
 
 @pytest.mark.asyncio

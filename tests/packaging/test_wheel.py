@@ -50,6 +50,9 @@ def test_the_wheel_installs_and_works_from_another_folder(tmp_path: Path) -> Non
     assert "placement" in run(command, "config", "reference", cwd=elsewhere, env=clean)
     profiles = run(command, "sim", "link", "profiles", cwd=elsewhere, env=clean)
     assert "wan-180ms" in profiles
+    assert run(command, "--version", cwd=elsewhere, env=clean) == run(
+        sys.executable, "-m", "farflow", "--version"
+    )
     code = (
         "import importlib.metadata as m, json;"
         f"print(json.dumps({{n: m.packages_distributions()[n] for n in {PACKAGES!r}}}))"

@@ -197,6 +197,7 @@ SAMPLES: tuple[tuple[Message, tuple[bytes, ...]], ...] = (
             pinned={POLICY: 12},
             resume=PartialRef(digest=DIGEST, turns=2),
             recheck=DIGEST,
+            chat_template_kwargs={POLICY: {"enable_thinking": False}},
         ),
         (),
     ),

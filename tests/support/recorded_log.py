@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scheduler.build import build_id
 from scheduler.core.events import Event
 from scheduler.core.machine import SchedulerCore
 from scheduler.event_log import EventLog, EventLogStart
 from sim.run import Result, Simulation
 from sim.scenario import Scenario
+from transport.runtime.build import build_id
 
 if TYPE_CHECKING:
     from scheduler.core.effects import Effect

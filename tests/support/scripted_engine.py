@@ -1,9 +1,16 @@
 """An engine that says what a test tells it to, in the fake engine's tokens."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from edge_agent.engine import Chat, Completion, GenerationRequest, Tools
+from edge_agent.engine import (
+    NO_ARGUMENTS,
+    Chat,
+    Completion,
+    GenerationRequest,
+    TemplateArguments,
+    Tools,
+)
 from edge_agent.engines.fake import FakeEngine
 from edge_agent.engines.fake_text import END, encode_text
 from transport.errors import GenerationFailed
@@ -13,18 +20,43 @@ Say = Callable[[GenerationRequest, int], str | tuple[str, float]]
 
 
 class ScriptedEngine(FakeEngine):
-    """``asked`` are the requests so far. The end follows a text unless a stop text ends it."""
+    """``asked`` are the requests so far, ``arguments`` what chat templates were
+    given. The end follows a text unless a stop text ends it."""
 
     def __init__(self, say: Say, *, shows_tools: bool = True) -> None:
         super().__init__(8)
         self._say = say
         self._shows_tools = shows_tools
         self.asked: list[GenerationRequest] = []
+        self.arguments: list[TemplateArguments] = []
 
-    def encode_chat(self, policy: str, messages: Chat, tools: Tools = ()) -> tuple[int, ...]:
+    def encode_chat(
+        self,
+        policy: str,
+        messages: Chat,
+        tools: Tools = (),
+        arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> tuple[int, ...]:
         if tools and not self._shows_tools:
             raise GenerationFailed("shows no tools")
-        return super().encode_chat(policy, messages, tools)
+        self.arguments.append(arguments)
+        return super().encode_chat(policy, messages, tools, arguments)
+
+    def encode(
+        self, policy: str, prompt: str, arguments: TemplateArguments = NO_ARGUMENTS
+    ) -> tuple[int, ...]:
+        self.arguments.append(arguments)
+        return super().encode(policy, prompt, arguments)
+
+    def encode_next(
+        self,
+        policy: str,
+        answer: Sequence[int],
+        messages: Chat,
+        arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> tuple[int, ...]:
+        self.arguments.append(arguments)
+        return super().encode_next(policy, answer, messages, arguments)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         self.asked.append(request)

@@ -51,6 +51,32 @@ def random_gpt2(folder: Path, *, seed: int = 0) -> Path:
     return _save(GPT2LMHeadModel(config), folder, False)
 
 
+def random_gemma2(folder: Path, *, seed: int = 0) -> Path:
+    """A Gemma 2 with random float32 weights: what its output layer says is bounded afterwards
+    (``final_logit_softcapping``), tightly here, and a window slides over its even layers."""
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        final_logit_softcapping=2.0,
+        sliding_window=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        initializer_range=0.3,
+    )
+    return _save(Gemma2ForCausalLM(config), folder, False)
+
+
 def served_qwen3(folder: Path, *, seed: int = 0) -> Path:
     """A tied Qwen3 whose heads are large enough for vLLM's kernels on a CPU (32)."""
     import torch

@@ -36,10 +36,12 @@ def box(tmp_path: Path) -> Path:
     return tmp_path / "box"
 
 
-def install(box: Path, *, image: bool = False, **settings: object) -> tuple[list[str], bool]:
+def install(
+    box: Path, *, image: bool = False, name: str = "", **settings: object
+) -> tuple[list[str], bool]:
     place = Place(box.parent / "units", False, True, "", image)
     return install_agent(
-        place, "farflow-agent", token_file=None, folder=box, name="", settings=settings
+        place, "farflow-agent", token_file=None, folder=box, name=name, settings=settings
     )
 
 
@@ -102,3 +104,33 @@ def test_agents_live_where_their_systemd_expects_it(monkeypatch: pytest.MonkeyPa
     assert default_folder(user_units=False) == Path("/var/lib/farflow-agent")
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
     assert default_folder(user_units=True) == Path("/data/farflow-agent")
+
+
+def test_a_second_install_says_what_it_kept_and_refuses_what_contradicts_it(
+    box: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess(["farflow"], 1, "", "")
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: done)
+    install(box, engine="fake", slots=7)
+    file = box / "agent.toml"
+    before = file.read_bytes()
+    for given in ({}, {"engine": "fake"}, {"slots": 7, "device": "cpu"}):
+        lines, _ = install(box, **given)
+        kept = f'kept: engine = "fake", device = "cpu", slots = 7 ({file}); change it there'
+        assert kept in lines
+    for given, there in (
+        ({"engine": "torch"}, 'engine = "fake"'),
+        ({"slots": 0}, "slots = 7"),
+        ({"engine": "fake", "device": "cuda"}, 'device = "cpu"'),
+    ):
+        with pytest.raises(ConfigError, match=rf"agent\.toml has {there}.*change agent\."):
+            install(box, **given)
+    assert file.read_bytes() == before
+
+
+def test_a_name_that_was_not_granted_is_said(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess(["farflow"], 1, "", "")
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: done)
+    assert any("not called 'paris' but 'box'" in line for line in install(box, name="paris")[0])
+    for name in ("", "box"):
+        assert not any("not called" in line for line in install(box, name=name)[0])

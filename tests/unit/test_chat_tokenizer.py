@@ -26,6 +26,12 @@ THINKING = (
     "{% if m['role'] == 'assistant' and not loop.last %}<think></think>{% endif %}"
     "{{ m['content'] | trim }}<|end|>\n{% endfor %}<|assistant|>"
 )
+SWITCHED = (
+    PLAIN + "{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% endif %}"
+)
+"""As Qwen3's: an answer without thinking begins behind an empty thought."""
+PICKY = "{% if effort is defined %}{{ effort + 1 }}{% endif %}" + PLAIN
 QUESTION = {"role": "user", "content": "12 + 34 ="}
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
 END = 1
@@ -137,3 +143,31 @@ def test_many_threads_may_use_one_tokenizer(make: Make) -> None:
         tokens = pool.map(lambda _: tokenizer.encode("12 + 34 ="), range(200))
         assert set(texts) == {tokenizer.decode(expected)}
         assert set(tokens) == {expected}
+
+
+def test_the_arguments_of_a_template_reach_it_wherever_it_is_applied(make: Make) -> None:
+    tokenizer, plain = make(SWITCHED), make(PLAIN)
+    off = {"enable_thinking": False}
+    asked, more = QUESTION["content"], [{"role": "user", "content": "Sure?"}]
+    for given in (tokenizer.encode(asked, off), tokenizer.encode_chat([QUESTION], (), off)):
+        assert tokenizer.decode(given).endswith("<think>\n\n</think>\n\n")
+    behind = tokenizer.encode_next((5,), more, off)
+    assert tokenizer.decode(behind).endswith("<think>\n\n</think>\n\n")
+    # Without them, and where a template knows no such argument, every byte is as it was.
+    assert tokenizer.encode(asked) == plain.encode(asked) == plain.encode(asked, off)
+    assert tokenizer.encode(asked, {"enable_thinking": True}) == plain.encode(asked)
+    assert tokenizer.encode_next((5,), more) == plain.encode_next((5,), more, off)
+
+
+def test_tools_are_told_from_arguments(make: Make) -> None:
+    with pytest.raises(GenerationFailed, match="shows no tools"):
+        make(SWITCHED).encode_chat([QUESTION], [TOOL], {"enable_thinking": False})
+
+
+def test_a_template_that_refuses_an_argument_names_the_setting(make: Make) -> None:
+    picky = make(PICKY)
+    with pytest.raises(GenerationFailed, match=r"policies\.p\.chat_template_kwargs = .*'effort'"):
+        picky.encode_chat([QUESTION], (), {"effort": "high"})
+    assert picky.encode(QUESTION["content"]) == make(PLAIN).encode(QUESTION["content"])
+    with pytest.raises(GenerationFailed, match=r"no chat template for policies\.p\.chat_template"):
+        make(None).encode("12 + 34 =", {"effort": 1})

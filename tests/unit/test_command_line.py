@@ -19,6 +19,8 @@ from farflow.lazy import did_you_mean
 from scheduler.operator import RequestRefused
 from transport.errors import ConfigError
 from transport.keys import create_keys
+from transport.runtime.build import build_id, installed_build, version
+from transport.runtime.origin import PACKAGES
 
 TEXT_ONLY = {
     *("up", "top", "completion", "wire decode"),
@@ -135,6 +137,55 @@ def test_a_key_that_is_not_there_comes_with_how_to_make_it(
     with pytest.raises(ConfigError, match=f"{role} key .*no such file") as caught:
         ask((), (f"transport.keys={tmp_path}",), None, None)
     assert f"farflow keys add {role} --role {role}" in str(caught.value)
+    assert "give the deployment's file with --config FILE" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["status", "run ls", "keys ls", "weights verify", "token http ls", "scheduler backup o"],
+)
+def test_outside_a_deployment_a_command_asks_for_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = CliRunner().invoke(cli, argv.split())
+    what = f"{said.exception} {said.output}"
+    assert said.exit_code in (1, 78)  # 1: what the entry point makes 78
+    assert "no such file" in what or "no such folder" in what or "no server.toml" in what
+    assert "--config FILE" in what
+
+
+def test_the_version_comes_with_the_build_that_tells_installations_of_it_apart() -> None:
+    said = CliRunner().invoke(cli, ["--version"])
+    assert said.exit_code == 0
+    assert said.output == f"farflow {version()}, build {installed_build()}\n"
+    assert installed_build().startswith(f"{build_id()}.")
+    assert build_id().startswith(f"{version()}+")
+
+
+def test_what_changes_outside_the_deciding_source_is_another_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in PACKAGES:
+        (tmp_path / name / "__pycache__").mkdir(parents=True)
+    (tmp_path / "scheduler" / "core").mkdir()
+    (tmp_path / "transport" / "messages").mkdir()
+    for name in ("runs", "status", "ids"):
+        (tmp_path / "transport" / f"{name}.py").write_text("")
+    monkeypatch.setattr("transport.runtime.build._ROOT", tmp_path)
+
+    def builds() -> tuple[str, str]:
+        return build_id.__wrapped__(), installed_build.__wrapped__()
+
+    empty = builds()
+    (tmp_path / "edge_agent" / "__pycache__" / "doctor.pyc").write_text("not source")
+    assert builds() == empty
+    (tmp_path / "edge_agent" / "doctor.py").write_text("one")
+    one = builds()
+    (tmp_path / "edge_agent" / "doctor.py").rename(tmp_path / "edge_agent" / "install.py")
+    other = builds()
+    assert one[0] == other[0] == empty[0]
+    assert len({empty[1], one[1], other[1]}) == 3
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -191,7 +191,7 @@ policies = ["p"]
         (
             'source = "reasoning-gym"\ndataset = "chain_sum"',
             "source = 'mixture'\nparts = [{source = 'reasoning-gym', datasat = 'x'}]",
-            "task.parts[0].datasat: unknown key; known are code, dataset, family",
+            "task.parts[0].datasat: unknown key; known are answer, code, dataset",
         ),
         (
             'source = "reasoning-gym"\ndataset = "chain_sum"',

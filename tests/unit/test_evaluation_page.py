@@ -42,11 +42,12 @@ def run_of(folder: Path, tables: str) -> RunSpec:
 
 
 def test_the_tables_make_a_run(tmp_path: Path) -> None:
-    evaluated, mixed, own = (run_of(tmp_path, block) for block in blocks("toml"))
+    evaluated, mixed, told, own = (run_of(tmp_path, block) for block in blocks("toml"))
     assert list(evaluated.all_evaluations()) == ["held-out", "competition", "with-tools"]
     competition = evaluated.evaluations["competition"]
     assert (competition.reported_k(), competition.items_of_job()) == ((1, 4, 16), 4)
     assert [part.name for part in mixed.task.parts] == ["chain_sum", "facts"]
+    assert (told.task.answer, told.task.instruction[-10:]) == ("tags", "</answer>.")
     assert not list(module_faults(own, ["my_tasks"]))
 
 

@@ -11,15 +11,24 @@ from click.testing import CliRunner
 
 from edge_agent.config import AgentConfig
 from farflow.cli import cli
+from farflow.run_file import run_spec
 from scheduler.autoscaler import Autoscaler, AutoscalerTable
 from scheduler.config import SchedulerConfig
+from scheduler.tasks import evaluation_source, open_source
 from transport.errors import ConfigError
+from transport.run_faults import task_functions
 from transport.runtime.clock import SystemClock
-from transport.runtime.config import load_config
+from transport.runtime.config import collect, load_config
 from transport.status import DemandStatus
 
 FOLDER = Path(__file__).parents[2] / "examples"
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.toml"))
+
+
+def text_of(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
 PROMISED = {
     "arithmetic.toml",  # one machine
     "arithmetic-vllm.toml",  # vLLM on one agent
@@ -64,6 +73,25 @@ def test_every_file_is_accepted_as_it_is(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(str((FOLDER / name).parent))
     result = CliRunner().invoke(cli, ["config", "check", str(FOLDER / name)])
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if "[task]" in text_of(name)])
+def test_the_task_sources_of_every_file_give_items(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str((FOLDER / name).parent))
+    data, _ = collect([FOLDER / name], (), {})
+    folder = (FOLDER / name).parent
+    if name in DOWNLOADED:  # the model has no part in it
+        for policy in data["policies"].values():
+            policy["model"] = str(FOLDER / "models" / "arithmetic-1m")
+    run = run_spec(data, folder)
+    modules = [source.function.partition(":")[0] for _, source in task_functions(run)]
+    source = open_source(run.task, run.seed, modules)
+    assert len(source.items("train", 0, 2)) == 2
+    for evaluation, spec in run.all_evaluations().items():
+        own = evaluation_source(evaluation, spec, run.seed, modules) or source
+        assert len(own.items("eval", 0, 1)) == 1
 
 
 def demand(more_slots: int) -> DemandStatus:

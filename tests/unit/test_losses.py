@@ -8,12 +8,7 @@ import msgspec
 import pytest
 from reference_loss import Sibling, masked_by_second_moment, reference_step
 
-from cloud_trainer.losses import (
-    fact_names,
-    kl_terms,
-    policy_losses,
-    token_log_probabilities,
-)
+from cloud_trainer.losses import fact_names, kl_terms, policy_losses
 from cloud_trainer.torch_settings import TorchSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -263,25 +258,3 @@ def test_in_the_loss_each_estimate_has_the_gradient_that_the_page_says(estimator
     }
     exact[estimator].backward()
     assert measured == pytest.approx(logits.grad.tolist(), abs=1e-12)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probabilities_and_entropy_are_those_of_the_softmax_at_the_temperature(temperature):
-    import torch
-
-    rng = random.Random(2)
-    logits = [[[rng.gauss(0, 3) for _ in range(7)] for _ in range(4)] for _ in range(3)]
-    targets = [[rng.randrange(7) for _ in range(4)] for _ in range(3)]
-    chosen, entropy = token_log_probabilities(
-        torch.tensor(logits, requires_grad=True), torch.tensor(targets), temperature=temperature
-    )
-    assert chosen.requires_grad
-    assert not entropy.requires_grad
-    for row in range(3):
-        for column in range(4):
-            scaled = [value / temperature for value in logits[row][column]]
-            total = math.log(sum(map(math.exp, scaled)))
-            logs = [value - total for value in scaled]
-            assert chosen[row, column].item() == pytest.approx(logs[targets[row][column]], abs=1e-5)
-            expected = -sum(math.exp(value) * value for value in logs)
-            assert entropy[row, column].item() == pytest.approx(expected, abs=1e-5)

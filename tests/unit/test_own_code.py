@@ -51,6 +51,8 @@ async def flow(context, item):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.json").write_text("{}")
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
     (tmp_path / "own_code_of_test.py").write_text(OWN)
     (tmp_path / "own_broken_of_test.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))

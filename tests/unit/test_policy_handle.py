@@ -105,6 +105,19 @@ async def test_what_follows_an_answer_is_observed(bench: Bench) -> None:
         policy.encode_next((5,), [{"role": "robot", "content": "?"}])
 
 
+@pytest.mark.asyncio
+async def test_a_policys_template_has_the_arguments_of_the_offer_and_no_other(bench: Bench) -> None:
+    off = {"enable_thinking": False}
+    context = context_of(bench, chat_template_kwargs={SOLVER: off})
+    for name, expected in (("solver", off), ("judge", {})):
+        policy = context.policy(name)
+        await policy.generate("a")
+        await policy.generate(ASKED, tools=TOOLS)
+        policy.encode_next((5,), ASKED)
+        assert bench.engine.arguments == [expected] * 3
+        bench.engine.arguments.clear()
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turns: int = 1
 

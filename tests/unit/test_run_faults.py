@@ -1,9 +1,17 @@
 """Runs whose tasks or evaluations make no sense are refused with the key to change."""
 
+from typing import Any
+
 import pytest
 from core_builders import Scene, make_run
 
 from transport.runs import PartSpec, TaskSpec
+
+PART = PartSpec(source="reasoning-gym", dataset="chain_sum")
+
+
+def gym(**changes: Any) -> TaskSpec:
+    return TaskSpec(source="reasoning-gym", dataset="chain_sum", **changes)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +50,46 @@ from transport.runs import PartSpec, TaskSpec
                 }
             },
             "evaluations.x.task.parts[0].function: module 'm' is not one",
+        ),
+        (
+            {"policy": {"chat_template_kwargs": {"tools": []}}},
+            "policies.solver.chat_template_kwargs.tools: is given by the agent itself",
+        ),
+        (
+            {"policy": {"chat_template_kwargs": {"a b": 1}}},
+            "policies.solver.chat_template_kwargs.a b: is no name",
+        ),
+        (
+            {"policy": {"chat_template_kwargs": {"deep": [[[[[1]]]]]}}},
+            "policies.solver.chat_template_kwargs.deep: must be a truth value",
+        ),
+        (
+            {"policy": {"chat_template_kwargs": {"nan": float("nan")}}},
+            "policies.solver.chat_template_kwargs.nan: must be a truth value",
+        ),
+        (
+            {"policy": {"chat_template_kwargs": {"text": "x" * 2000}}},
+            "policies.solver.chat_template_kwargs: takes 2009 bytes, at most 1024",
+        ),
+        (
+            {"task": gym(reward="code")},
+            'task.reward: source = "reasoning-gym" has no tests for "code"',
+        ),
+        (
+            {"task": gym(reward="math-verify", answer="boxed")},
+            'task.answer: reward = "math-verify" finds the answer itself',
+        ),
+        (
+            {"task": gym(instruction="ä" * 2049)},
+            "task.instruction: 4098 bytes, at most 4096",
+        ),
+        (
+            {"task": TaskSpec(source="mixture", parts=(PART,), answer="tags")},
+            "task.answer: belongs to one of the parts",
+        ),
+        (
+            {"task": TaskSpec(source="mixture", parts=(PART,), instruction="Be brief.")},
+            "task.instruction: belongs to one of the parts",
         ),
     ],
 )

@@ -295,6 +295,22 @@ def test_an_agent_with_a_streak_of_failures_gets_a_break():
     assert len(scene.live_offers()) == 3
 
 
+def test_a_job_that_fails_everywhere_gives_no_agent_a_break():
+    scene = make_scene(retry_backoff_max_s=1.0, run=make_run(max_attempts=50), seed=5)
+    for name in ("a", "b"):
+        scene.joined(name, slots=64)
+    core = scene.core._ctx
+    bad = scene.live_offers()[0].job
+    for _ in range(10):
+        offer = next(offer for offer in scene.live_offers() if offer.job == bad)
+        scene.failed(offer, code="workflow.exception")
+        for name in ("a", "b"):
+            scene.beats(name)
+        scene.wait(3.0)
+    assert core.tables.jobs[bad].failures == 10
+    assert sorted(core.agents[name].failures for name in ("a", "b")) == [0, 1]
+
+
 def test_a_job_is_bounded_however_its_agents_vanish():
     scene = make_scene(run=make_run(max_attempts=1))
     for incarnation in range(1, 12):

@@ -2,12 +2,22 @@
 
 import json
 import random
+import sys
+from typing import Literal
 
+import msgspec
 import pytest
+from core_builders import make_run
 
-from scheduler.tasks import JsonlSource, ReasoningGymSource, is_held_out, open_source
+from scheduler.tasks import (
+    JsonlSource,
+    ReasoningGymSource,
+    check_sources,
+    is_held_out,
+    open_source,
+)
 from transport.errors import TaskError
-from transport.runs import TaskSpec
+from transport.runs import PartSpec, TaskSpec
 
 
 def gym(dataset: str = "chain_sum", run_seed: int = 7, **settings) -> ReasoningGymSource:
@@ -92,7 +102,10 @@ def test_eager_and_answerless_data_sets_work_too(dataset):
         ("chain_sum", {"min_term": 2}, "task.settings.min_term: .* it has .*min_terms"),
         ("chain_sum", {"seed": 2}, "task.settings.seed: is chosen by the scheduler"),
         ("chain_sum", {"min_terms": 5, "max_terms": 2}, "refuses them: max_terms must be"),
-        ("chain_sum", {"min_terms": "two"}, "'chain_sum' refuses them"),
+        ("chain_sum", {"size": 20000}, "task.settings.size: is chosen by the scheduler"),
+        ("chain_sum", {"min_terms": "two"}, "task.settings.min_terms: Expected `int`, got `str`"),
+        ("chain_sum", {"min_terms": 2.5}, "task.settings.min_terms: Expected `int`, got `float`"),
+        ("chain_sum", {"allow_negation": 1}, "task.settings.allow_negation: Expected `bool`"),
     ],
 )
 def test_wrong_data_sets_and_settings_are_named(dataset, settings, complaint):
@@ -104,10 +117,10 @@ def test_wrong_data_sets_and_settings_are_named(dataset, settings, complaint):
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_settings_that_fail_only_when_an_entry_is_made_are_named_too(kind):
     complaint = (
-        r"'chain_sum' with .*'min_terms': 2\.5.* cannot make an entry: .*; change the settings"
+        r"'chain_sum' with .*'min_digits': 5000.* cannot make an entry: .*; change the settings"
     )
     with pytest.raises(TaskError, match=complaint):
-        gym(min_terms=2.5, max_terms=4).items(kind, 0, 1)
+        gym(min_digits=5000, max_digits=5000).items(kind, 0, 1)
 
 
 def test_a_long_search_for_held_out_items_is_cut_into_requests_and_gives_the_same_items():
@@ -184,3 +197,64 @@ def test_an_empty_missing_or_one_sided_file_is_refused(tmp_path):
     source = jsonl(tmp_path / "one-sided.jsonl", lines)
     with pytest.raises(TaskError, match=r"no line is held out; add lines"):
         source.items("eval", 0, 1)
+
+
+# ---- instructions --------------------------------------------------------------------------------
+
+TOLD = "Put the answer in <answer> tags."
+
+
+def test_an_instruction_ends_every_prompt_and_changes_no_items_kind():
+    plain = TaskSpec(source="reasoning-gym", dataset="chain_sum", held_out_one_in=3)
+    told = msgspec.structs.replace(plain, instruction=TOLD)
+    kinds: tuple[Literal["train", "eval"], ...] = ("train", "eval")
+    for kind in kinds:
+        before = open_source(plain, 5).items(kind, 3, 20)
+        after = open_source(told, 5).items(kind, 3, 20)
+        assert [item.prompt for item in after] == [f"{item.prompt}\n\n{TOLD}" for item in before]
+        assert [(item.index, item.answer, item.meta) for item in after] == [
+            (item.index, item.answer, item.meta) for item in before
+        ]
+
+
+def test_each_part_of_a_mixture_has_an_instruction_of_its_own():
+    sums = PartSpec(source="reasoning-gym", dataset="chain_sum", instruction=TOLD)
+    twins = PartSpec(source="reasoning-gym", dataset="chain_sum", family="twins")
+    source = open_source(TaskSpec(source="mixture", parts=(sums, twins)), 5)
+    for item in source.items("train", 0, 20):
+        assert item.prompt.endswith(TOLD) is (item.family == "chain_sum")
+    held_out = [item.prompt.removesuffix(f"\n\n{TOLD}") for item in source.items("eval", 0, 20)]
+    assert len({*held_out}) == 20, "a question comes once, whatever is put behind it"
+
+
+def test_an_instruction_that_makes_a_prompt_too_long_is_named(tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "x" * (64 * 1024 - 10), "answer": "1"}) + "\n")
+    task = msgspec.structs.replace(jsonl_task(path, 1000), instruction=TOLD)
+    with pytest.raises(TaskError, match=r"instruction: .* bytes of prompt, answer and meta"):
+        open_source(task, 1).items("train", 0, 1)
+
+
+# ---- before a run is submitted -------------------------------------------------------------------
+
+
+def test_sources_are_opened_beforehand_and_faults_begin_with_the_key(tmp_path):
+    gym_part = PartSpec(source="reasoning-gym", dataset="chain_sum", settings={"size": 5})
+    own = PartSpec(source="python", function="not.there:items", reward="exact")
+    mixed = TaskSpec(source="mixture", parts=(own, gym_part))
+    with pytest.raises(TaskError, match=r"^task\.parts\[1\]\.settings\.size: is chosen by"):
+        check_sources(make_run(task=mixed))
+    gone = jsonl_task(tmp_path / "gone.jsonl", 2)
+    for name, run in {
+        "evaluation": make_run(evaluation={"task": gone}),
+        "evaluations.x": make_run(evaluations={"x": {"task": gone}}),
+    }.items():
+        with pytest.raises(TaskError, match=rf"^{name}\.task\.path: .*gone\.jsonl: No such file"):
+            check_sources(run)
+    assert check_sources(make_run()) == []
+
+
+def test_where_reasoning_gym_is_not_installed_that_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    [unchecked] = check_sources(make_run())
+    assert unchecked.startswith("task: reasoning-gym 'chain_sum': reasoning-gym is not installed")

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from torch_models import random_gpt2, random_qwen3
+from torch_models import random_gemma2, random_gpt2, random_qwen3
 from training_groups import groups_of
 
 from cloud_trainer.advantages import group_advantages
@@ -22,6 +22,11 @@ def qwen(tmp_path_factory):
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
     return random_gpt2(tmp_path_factory.mktemp("gpt2") / "model")
+
+
+@pytest.fixture(scope="module")
+def gemma2(tmp_path_factory):
+    return random_gemma2(tmp_path_factory.mktemp("gemma2") / "model")
 
 
 def trainer_of(folder, **settings):
@@ -69,7 +74,7 @@ def reference_facts(folder, groups, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
-@pytest.mark.parametrize("model", ["qwen", "gpt2"])
+@pytest.mark.parametrize("model", ["qwen", "gpt2", "gemma2"])
 def test_loss_and_kl_are_those_of_the_formula_computed_token_by_token(request, model, temperature):
     folder = request.getfixturevalue(model)
     groups = groups_of(1)
@@ -79,6 +84,56 @@ def test_loss_and_kl_are_those_of_the_formula_computed_token_by_token(request, m
     assert facts["kl_behaviour"] == pytest.approx(kl, rel=1e-3)
     assert facts["grad_norm"] > 0
     assert facts["skipped"] == 0
+
+
+@pytest.mark.parametrize("model", ["qwen", "gpt2", "gemma2"])
+def test_the_output_layer_computes_trained_tokens_only(request, model):
+    trainer = trainer_of(request.getfixturevalue(model), micro_batch_tokens=60)
+    computed = []
+    output = trainer._loaded().model.get_output_embeddings()
+    output.register_forward_hook(lambda _, inputs, logits: computed.append(logits.shape[:-1]))
+    groups = groups_of(2, groups=6)
+    facts = trainer.step(groups)
+    del computed[-1]  # the sample whose movement is measured
+    assert {rows for rows, _ in computed} == {1}
+    places = {
+        (s.prompt_tokens, s.tokens, place)
+        for group in groups
+        if len({s.reward for s in group}) > 1
+        for s in group
+        for place, own in enumerate(s.loss_mask)
+        if own
+    }
+    assert sum(count for _, count in computed) == len(places) <= facts["trained_tokens"]
+    assert len(computed) > 2
+
+
+def test_a_model_that_does_not_say_its_output_layer_learns_the_same(qwen):
+    plain, other = trainer_of(qwen), trainer_of(qwen)
+    other._loaded().model.get_output_embeddings = lambda: None
+    for seed in range(2):
+        assert other.step(groups_of(seed)) == pytest.approx(plain.step(groups_of(seed)), rel=1e-4)
+
+
+def test_an_output_layer_that_gets_something_else_than_a_state_per_token_is_left_alone(qwen):
+    import torch
+
+    class Flat(torch.nn.Module):
+        """Gets all states one after another [tokens, features], as some models' layers do."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden):
+            return self.inner(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+
+    plain, other = trainer_of(qwen), trainer_of(qwen)
+    model = other._loaded().model
+    inner = model.lm_head
+    model.lm_head = Flat(inner)
+    model.get_output_embeddings = lambda: inner
+    assert other.step(groups_of(1)) == pytest.approx(plain.step(groups_of(1)), rel=1e-4)
 
 
 @pytest.mark.parametrize("model", ["qwen", "gpt2"])

@@ -49,6 +49,16 @@ WITH = {
     },
     "sequence": {"preset": "gspo", "kl_coefficient": 0.1, "importance_cap": 2.0},
 }
+ROUGH = {
+    "bfloat16": {"gradient_checkpointing": True},
+    "bfloat16-lora": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}, "lr": 1e-2},
+    "bfloat16-critic": {
+        "preset": "ppo",
+        "kl_coefficient": 0.1,
+        "critic": {"lr": 1e-2, "trunk_coefficient": 0.5},
+    },
+}
+"""With ``precision = "bfloat16"``."""
 
 
 def plan(out, *, model, seeds, settings=SETTINGS, restore=None):
@@ -86,6 +96,9 @@ def outs(tmp_path_factory):
     changed = {
         name: {"seeds": range(3), "settings": {**SETTINGS, **more}} for name, more in WITH.items()
     }
+    for name, more in ROUGH.items():
+        rough = {**SETTINGS, "precision": "bfloat16", **more}
+        changed[name] = {"seeds": range(3), "settings": rough}
     plans = {"whole": {"seeds": range(6)}, **changed}
     plans["whole-critic"] = {"seeds": range(6), "settings": CRITIC}
     for name, about in plans.items():
@@ -161,6 +174,13 @@ def test_either_continues_what_the_other_saved(kind, outs):
 
 @pytest.mark.parametrize("name", WITH)
 def test_the_number_of_ranks_changes_nothing_with(name, outs):
+    one, two = outs / f"{name}-1", outs / f"{name}-2"
+    assert facts_of(one)[-1]["grad_norm"] > 0
+    assert_same(one, two)
+
+
+@pytest.mark.parametrize("name", ROUGH)
+def test_the_number_of_ranks_changes_nothing_in_bfloat16_with(name, outs):
     one, two = outs / f"{name}-1", outs / f"{name}-2"
     assert facts_of(one)[-1]["grad_norm"] > 0
     assert_same(one, two)

@@ -33,7 +33,9 @@ from transport.messages.agents import (
     VersionServing,
 )
 from transport.messages.base import (
+    FEATURE_ANSWER,
     FEATURE_OFFERS,
+    FEATURE_TEMPLATE,
     MAX_COUNT,
     MAX_FINITE,
     MAX_ID_LENGTH,
@@ -146,7 +148,9 @@ from transport.messages.weights import (
 )
 
 __all__ = [
+    "FEATURE_ANSWER",
     "FEATURE_OFFERS",
+    "FEATURE_TEMPLATE",
     "KINDS",
     "KNOWN_KINDS",
     "MAX_COUNT",

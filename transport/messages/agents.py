@@ -15,7 +15,7 @@ from transport.messages.base import (
     SignerCertificate,
     VersionRef,
 )
-from transport.runs import CodeReward
+from transport.runs import AnswerForm, CodeReward
 from transport.status import MAX_GPUS, GpuReading
 
 
@@ -107,11 +107,13 @@ class PartialRef(msgspec.Struct, frozen=True, kw_only=True):
 
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How a response is scored: a verifier of the data set, exact match, math-verify, or the item's
-    unit tests, run as ``code`` says."""
+    unit tests, run as ``code`` says. ``answer`` is the part of a response that a verifier or exact
+    match is given; a response without one gets 0 (``FEATURE_ANSWER``)."""
 
     name: Literal["reasoning-gym", "exact", "math-verify", "code"]
     dataset: str = ""
     code: CodeReward | None = None
+    answer: AnswerForm = "whole"
 
 
 class LeaseOffer(Message, frozen=True, kw_only=True):
@@ -119,7 +121,8 @@ class LeaseOffer(Message, frozen=True, kw_only=True):
     Each of ``items`` gets ``group_size`` siblings: training jobs hold one item, evaluations several
     of one ``reward``. ``pinned`` policies must be used at exactly that version, ``at_least`` at
     that or a descendant. With ``recheck`` nothing is generated: the rewards of the group whose body
-    has this digest are found again, and it is sent back with them."""
+    has this digest are found again, and it is sent back with them. ``chat_template_kwargs`` are
+    those policies' arguments of their chat templates, by id (``FEATURE_TEMPLATE``)."""
 
     attempt: str
     fence: Fence
@@ -138,6 +141,7 @@ class LeaseOffer(Message, frozen=True, kw_only=True):
     pinned: dict[str, int] = {}
     resume: PartialRef | None = None
     recheck: Id = ""
+    chat_template_kwargs: dict[str, dict[str, Any]] = {}
 
 
 class LeaseOffers(Message, frozen=True, kw_only=True):

@@ -14,6 +14,14 @@ PROTOCOL_VERSION = 1
 FEATURE_OFFERS = "offers"
 """In ``Hello.features`` of a peer that understands ``LeaseOffers``."""
 
+FEATURE_TEMPLATE = "chat_template_kwargs"
+"""In ``Hello.features`` of an agent that heeds ``LeaseOffer.chat_template_kwargs``; one that does
+not would draw from other prompts."""
+
+FEATURE_ANSWER = "reward.answer"
+"""In ``Hello.features`` of an agent that heeds ``RewardSpec.answer``; one that does not would find
+other rewards."""
+
 MAX_COUNT = 2**53
 MAX_ID_LENGTH = 200
 """Ids are made of names of up to 48 characters each (``transport.ids``)."""

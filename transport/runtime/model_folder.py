@@ -167,7 +167,7 @@ def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> "PreTraine
     """
     from transformers import AutoTokenizer
 
-    path = _tokenizer_file(folder)
+    path = tokenizer_file(folder)
     with _quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -237,7 +237,7 @@ def _inspect(folder: Path) -> tuple[FolderDescription, dict[str, TensorBytes]]:
     if config.quantization_config is not None:
         raise ModelError(f"{path}: the model is quantised; give its bf16, fp16 or fp32 form")
     tensors = read_model_folder(folder, mapped=True)
-    _tokenizer_file(folder)
+    tokenizer_file(folder)
     counted = [tensor for tensor in tensors.values() if tensor.dtype in _TORCH_NAMES]
     description = FolderDescription(
         folder=str(folder),
@@ -250,7 +250,12 @@ def _inspect(folder: Path) -> tuple[FolderDescription, dict[str, TensorBytes]]:
     return description, tensors
 
 
-def _tokenizer_file(folder: Path) -> Path:
+def tokenizer_file(folder: Path) -> Path:
+    """A file of the folder's tokenizer.
+
+    Raises:
+        ModelError: there is none.
+    """
     for name in _TOKENIZER_FILES:
         if (folder / name).is_file():
             return folder / name

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from transport.hosts import host_fault, listen_fault
 from transport.ids import NAME_RULE, is_name
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -26,6 +27,9 @@ class RelayAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: Port = 7704
 
     def __post_init__(self) -> None:
+        fault = host_fault(self.host)
+        if fault:
+            raise ValueError(f"host: {fault}")
         if not is_name(self.name):  # it is a file's name too
             raise ValueError(f"name {self.name!r} is not {NAME_RULE}")
 
@@ -50,6 +54,9 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     reconnect_max_s: PositiveSeconds = 30.0
 
     def __post_init__(self) -> None:
+        fault = listen_fault(self.host)
+        if fault:
+            raise ValueError(f"host: {fault}")
         names = [relay.name for relay in self.relays]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
