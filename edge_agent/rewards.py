@@ -2,11 +2,10 @@
 
 What always holds: a reward is the verifier's own number within ``MAX_FINITE`` or there is an error
 with a stable code, never a 0 in its place (0 is for a response that has no answer in the form that
-was asked for); a verifier runs in a process of its own (plain
-comparison excepted) which is killed, with all that it started, when it takes longer than the time
-limit and started anew for the next request; at most ``workers`` such processes exist, started when
-first needed. The reward ``code`` has no process for itself: it is the sandboxes' own time limits
-that bound it.
+was asked for); a verifier runs in a process of its own (plain comparison excepted) which is killed,
+with all that it started, when it takes longer than the time limit and started anew for the next
+request; at most ``workers`` such processes exist, started when first needed. The reward ``code``
+has no process for itself: it is the sandboxes' own time limits that bound it.
 """
 
 import asyncio
