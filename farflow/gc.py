@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from farflow.options import config_option, json_option, set_option
+from transport.errors import ConfigError
 
 if TYPE_CHECKING:
     from farflow.gc_plan import Found, Kind
@@ -61,6 +62,11 @@ def gc(
     own = {k: data[k] for k in DeploymentConfig.__struct_fields__ if k in data}
     config = convert(own, DeploymentConfig)
     runs = runs_folder or Path(data.get("local", {}).get("runs", "runs"))
+    if not (runs.is_dir() or Path(config.scheduler.folder).is_dir()):
+        raise ConfigError(
+            f"no such folder: {runs}, nor scheduler.folder {config.scheduler.folder};"
+            " give the deployment's file with --config FILE, or --runs FOLDER"
+        )
     now_s = SystemClock().wall_s()
     things = [*_run_folders(runs, now_s), *_scheduler(config.scheduler, now_s)]
     verdicts = plan(things, config.retention)

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import click
 
+from farflow.connect import keys_folder
 from farflow.http_token_commands import http_group
 from farflow.options import config_option, json_option, set_option
 from transport.errors import ConfigError
@@ -162,7 +163,7 @@ def token_ls(files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool)
     from transport.runtime.clock import SystemClock
 
     now = SystemClock().wall_s()
-    tokens = TokenStore(Path(_config(files, overrides).transport.keys)).all()
+    tokens = TokenStore(keys_folder(files, overrides)).all()
     rows = [
         {
             "id": token.id,
@@ -203,7 +204,7 @@ def token_revoke(
     """Let nobody in with token ID any more; agents that are in stay in."""
     from scheduler.tokens import TokenStore
 
-    TokenStore(Path(_config(files, overrides).transport.keys)).revoke(id)
+    TokenStore(keys_folder(files, overrides)).revoke(id)
     click.echo(json.dumps({"id": id, "state": "revoked"}) if as_json else f"token {id}: revoked")
 
 

@@ -142,7 +142,17 @@ def test_a_key_that_is_not_there_comes_with_how_to_make_it(
 
 @pytest.mark.parametrize(
     "argv",
-    ["status", "run ls", "keys ls", "weights verify", "token http ls", "scheduler backup o"],
+    [
+        "status",
+        "run ls",
+        "keys ls",
+        "weights verify",
+        "token ls",
+        "token revoke a",
+        "token http ls",
+        "scheduler backup o",
+        "gc",
+    ],
 )
 def test_outside_a_deployment_a_command_asks_for_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: str

@@ -34,7 +34,14 @@ WITH = {
     "lora": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}, "lr": 1e-2},
     "adapter": {"lora": {"rank": 4, "publish": "adapter"}, "lr": 1e-2},
     "checkpointing": {"gradient_checkpointing": True, "max_grad_norm": 0.05},
-    "batch-wide": {"second_moment_budget": 3.0, "kl_coefficient": 0.1, "kl_in": "reward"},
+    # By the batch, since the deviation in a group of equal rewards is that of its KL: divided by it,
+    # rounding would become as large as a reward.
+    "batch-wide": {
+        "second_moment_budget": 3.0,
+        "kl_coefficient": 0.1,
+        "kl_in": "reward",
+        "normalisation": "batch_std",
+    },
     "critic": {
         "preset": "ppo",
         "kl_coefficient": 0.1,
