@@ -80,7 +80,7 @@ def test_wrong_usage_is_status_2(jobs: Path, words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ("submit r jobs.jsonl", 78, "submitter key keys/submitter.toml: no such file; name it"),
+        ("submit r jobs.jsonl", 78, "submitter key keys/submitter.toml: no such file; give the"),
         ("results", 78, "submitter key keys/submitter.toml"),
         ("cancel r a", 78, "submitter key keys/submitter.toml"),
         ("explain r/t-1", 78, "operator key keys/operator.toml"),

@@ -34,8 +34,8 @@ WITH = {
     "lora": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}, "lr": 1e-2},
     "adapter": {"lora": {"rank": 4, "publish": "adapter"}, "lr": 1e-2},
     "checkpointing": {"gradient_checkpointing": True, "max_grad_norm": 0.05},
-    # By the batch, since the deviation in a group of equal rewards is that of its KL: divided by it,
-    # rounding would become as large as a reward.
+    # By the batch, since the deviation in a group of equal rewards is that of its KL: divided by
+    # it, rounding would become as large as a reward.
     "batch-wide": {
         "second_moment_budget": 3.0,
         "kl_coefficient": 0.1,
@@ -190,7 +190,9 @@ def test_the_number_of_ranks_changes_nothing_with(name, outs):
 def test_the_number_of_ranks_changes_nothing_in_bfloat16_with(name, outs):
     one, two = outs / f"{name}-1", outs / f"{name}-2"
     assert facts_of(one)[-1]["grad_norm"] > 0
-    assert_same(one, two)
+    # 1e-5 was measured too. But masters that differ by rounding may be computed with as the one or
+    # the other of two neighbours in bfloat16, 2^-8 apart: this leaves room for a few of them.
+    assert_same(one, two, relative=1e-3)
 
 
 def test_three_ranks_share_an_architecture_with_transposed_weights_and_biases(tmp_path):
