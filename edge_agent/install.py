@@ -20,7 +20,7 @@ from transport.errors import ConfigError
 from transport.runtime.config import load_config
 from transport.runtime.config_text import toml_value
 from transport.runtime.files import private_dir
-from transport.runtime.service_install import Place, become, farflow_argv, give
+from transport.runtime.service_install import Place, become, check_unit, farflow_argv, give
 from transport.runtime.service_install import install as install_service
 from transport.runtime.service_unit import Service
 from transport.token_files import Enrolment, load_token
@@ -49,10 +49,11 @@ def install_agent(
 
     Raises:
         ConfigError: no token for a box that needs one, the token is refused, or a setting is wrong
-            or another one than in the ``agent.toml`` that is there.
+            or another one than in the ``agent.toml`` that is there; or as ``check_unit``.
         PeerUnreachable: the scheduler does not answer.
         StoreError, ProcessFailed: the disk or systemd refused.
     """
+    check_unit(service, place, "agent")  # before the token is used up
     folder = (folder or default_folder(place.user_units)).absolute()
     if not (folder.is_dir() and os.geteuid() == 0):  # root upgrades what belongs to the agent
         private_dir(folder)

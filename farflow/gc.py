@@ -2,12 +2,14 @@
 
 What always holds: without ``--apply`` nothing is changed; a folder is claimed before it is removed,
 so that nothing is started in it meanwhile; below the folders that are named no symbolic link is
-followed, so that nothing elsewhere is removed.
+followed, so that nothing elsewhere is removed; what is no folder of `farflow up` or of a scheduler
+is not looked into.
 """
 
 import contextlib
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _TAIL_BYTES: Final = 4096
 _TERM: Final = "term-*"
+_STORE: Final = "scheduler.sqlite"
 
 
 @click.command()
@@ -55,20 +58,29 @@ def gc(
     """
     from farflow.deployment import DeploymentConfig
     from farflow.gc_plan import plan
+    from farflow.up_config import LocalTable
     from transport.runtime.clock import SystemClock
     from transport.runtime.config import collect, convert
 
-    data, _ = collect(files, overrides)
+    data, origins = collect(files, overrides)
     own = {k: data[k] for k in DeploymentConfig.__struct_fields__ if k in data}
     config = convert(own, DeploymentConfig)
-    runs = runs_folder or Path(data.get("local", {}).get("runs", "runs"))
-    if not (runs.is_dir() or Path(config.scheduler.folder).is_dir()):
+    runs = runs_folder or Path(convert(data.get("local", {}), LocalTable, "local").runs)
+    scheduler = _is_schedulers(Path(config.scheduler.folder))
+    if not scheduler and "scheduler.folder" in origins:
+        raise ConfigError(
+            f"scheduler.folder {config.scheduler.folder}: no scheduler has run there (it holds no"
+            f" {_STORE}); give the deployment's file with --config FILE"
+        )
+    if not (runs.is_dir() or scheduler):
         raise ConfigError(
             f"no such folder: {runs}, nor scheduler.folder {config.scheduler.folder};"
             " give the deployment's file with --config FILE, or --runs FOLDER"
         )
     now_s = SystemClock().wall_s()
-    things = [*_run_folders(runs, now_s), *_scheduler(config.scheduler, now_s)]
+    things = list(_run_folders(runs, now_s))
+    if scheduler:
+        things += _scheduler(config.scheduler, now_s)
     verdicts = plan(things, config.retention)
     failures = 0
     freed_bytes = 0
@@ -103,11 +115,11 @@ def _say(found: "Found", removes: bool, reason: str, *, as_json: bool) -> None:
 
 def _run_folders(runs: Path, now_s: float) -> Iterator["Found"]:
     from farflow.gc_plan import Found
-    from farflow.run_folder import RunFolder
+    from farflow.run_folder import is_run_folder
 
     for path in _children(runs):
-        if RunFolder(path).resolved.is_file():
-            size_bytes, idle_s = _measure(path, now_s)
+        if is_run_folder(path) and (measured := _measure(path, now_s)):
+            size_bytes, idle_s = measured
             yield Found("run folder", path, size_bytes, idle_s, _used_by(path))
 
 
@@ -129,7 +141,10 @@ def _scheduler(table: "SchedulerTable", now_s: float) -> Iterator["Found"]:
             continue
         found = sorted(_things(folder / name, kind))
         for path in found:
-            size_bytes, idle_s = _measure(path, now_s)
+            measured = _measure(path, now_s)
+            if measured is None:
+                continue
+            size_bytes, idle_s = measured
             holds = used
             if link_below(folder, path):
                 holds = LINKED
@@ -141,10 +156,10 @@ def _scheduler(table: "SchedulerTable", now_s: float) -> Iterator["Found"]:
     for name, setting in (
         ("trajectory-log/bodies", "scheduler.trajectory_disk_bytes"),
         ("weight-store", "scheduler.keep_versions_max"),
-        ("scheduler.sqlite", "what live runs and remembered results need"),
+        (_STORE, "what live runs and remembered results need"),
     ):
-        if (folder / name).exists():
-            size_bytes, idle_s = _measure(folder / name, now_s)
+        if measured := _measure(folder / name, now_s):
+            size_bytes, idle_s = measured
             yield Found("bounded", folder / name, size_bytes, idle_s, f"bounded by {setting}")
 
 
@@ -156,20 +171,33 @@ def _things(folder: Path, kind: "Kind") -> Iterator[Path]:
                 yield run / "metrics.jsonl"
     elif kind == "event log":
         yield from (path for path in _children(folder) if path.match(_TERM))
+    elif kind == "log":
+        yield from (path for path in folder.glob("*.log") if path.is_file())
     else:
-        pattern = "**/*.turns" if kind == "partial" else "*.log"
-        yield from (path for path in folder.glob(pattern) if path.is_file())
+        for where, _, names in os.walk(folder):  # ``glob`` fails where a folder goes meanwhile
+            yield from (Path(where, name) for name in names if name.endswith(".turns"))
 
 
 def _children(folder: Path) -> list[Path]:
-    if not folder.is_dir():
+    try:
+        found = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
 
-def _measure(path: Path, now_s: float) -> tuple[int, float]:
-    """Bytes of files at and below ``path``, and seconds since the last change of any of them."""
-    size_bytes, newest_s = 0, path.lstat().st_mtime
+def _is_schedulers(folder: Path) -> bool:
+    return (folder / _STORE).is_file()
+
+
+def _measure(path: Path, now_s: float) -> tuple[int, float] | None:
+    """Bytes of files at and below ``path``, and seconds since the last change of any of them; None
+    where it is gone."""
+    try:
+        top = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    size_bytes, newest_s = top.st_size if stat.S_ISREG(top.st_mode) else 0, top.st_mtime
     for where, _, names in os.walk(path):
         for name in names:
             try:
@@ -178,8 +206,6 @@ def _measure(path: Path, now_s: float) -> tuple[int, float]:
                 continue
             size_bytes += status.st_size
             newest_s = max(newest_s, status.st_mtime)
-    if path.is_file():
-        size_bytes = path.lstat().st_size
     return size_bytes, max(0.0, now_s - newest_s)
 
 
@@ -212,13 +238,13 @@ def _remove(found: "Found", scheduler: Path) -> str:
     while the folder ``scheduler`` is ours: one may have started since we looked."""
     from farflow.gc_files import remove_below
     from transport.errors import StoreError
-    from transport.runtime.files import lock_folder
+    from transport.runtime.files import borrowed_folder
 
     run = found.kind == "run folder"
     try:
         claimed = found.path if run else scheduler
         # The record of a finished run is closed, whoever runs.
-        with contextlib.nullcontext() if found.kind == "record" else lock_folder(claimed):
+        with contextlib.nullcontext() if found.kind == "record" else borrowed_folder(claimed):
             remove_below(found.path.parent if run else scheduler, found.path)
     except (OSError, StoreError) as error:
         return f"not removed: {error}"

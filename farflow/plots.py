@@ -5,18 +5,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transport.errors import ConfigError
 from transport.ids import policy_name
 from transport.runs import HELD_OUT
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``; a torn last line is left out."""
+    """The records of a ``metrics.jsonl``; lines that are none, as a torn last one, are left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(record, dict):
+            records.append(record)
     return records
 
 
@@ -94,7 +97,11 @@ def draw_comparison(
     curves: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]], file: Path
 ) -> None:
     """Rewards and held-out accuracies by step, both shares, of several runs in one PNG; ``curves``
-    is by the label in the legend."""
+    is by the label in the legend.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -110,5 +117,11 @@ def draw_comparison(
     axes.grid(alpha=0.3)
     if curves:
         axes.legend(loc="lower right")
-    figure.savefig(file, dpi=120, format="png")
-    plt.close(figure)
+    try:
+        figure.savefig(file, dpi=120, format="png")
+    except OSError as error:
+        raise ConfigError(
+            f"--plot {file}: {error.strerror or error}; name a file in a folder that is there"
+        ) from error
+    finally:
+        plt.close(figure)

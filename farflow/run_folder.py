@@ -74,6 +74,16 @@ def new_run_folder(runs: Path, name: str) -> RunFolder:
     raise ConfigError(f"local.runs: {runs} already holds {_MAX_RUNS} runs of {name}; remove some")
 
 
+def is_run_folder(path: Path) -> bool:
+    """Whether a folder holds what ``farflow up`` writes before it starts anything."""
+    return not _missing(RunFolder(path))
+
+
+def _missing(folder: RunFolder) -> list[Path]:
+    own = (folder.config, folder.overrides, folder.resolved)
+    return [part for part in own if not part.is_file()]
+
+
 def open_run_folder(path: Path) -> RunFolder:
     """An earlier run's folder, to go on with.
 
@@ -81,10 +91,8 @@ def open_run_folder(path: Path) -> RunFolder:
         ConfigError: it is not one.
     """
     folder = RunFolder(path)
-    for part in (folder.config, folder.overrides, folder.resolved):
-        if not part.is_file():
-            raise ConfigError(
-                f"--resume {path}: not the folder of an earlier `farflow up`: "
-                f"{part.name} is missing"
-            )
+    for part in _missing(folder):
+        raise ConfigError(
+            f"--resume {path}: not the folder of an earlier `farflow up`: {part.name} is missing"
+        )
     return folder

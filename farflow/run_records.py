@@ -14,7 +14,7 @@ from farflow.evaluation_text import failure_text
 from transport.errors import ConfigError, StoreError
 from transport.ids import policy_name
 from transport.runs import HELD_OUT
-from transport.runtime.files import folder_holder
+from transport.runtime.files import folder_holder, open_regular
 from transport.status import EvaluationStatus, StepStatus
 
 FILE_NAME: Final = "metrics.jsonl"
@@ -133,7 +133,7 @@ def read_record(file: Path) -> list[PolicyRecord]:
     times: list[float] = []
     end: _End | None = None
     try:
-        with file.open("rb") as lines:
+        with open_regular(file) as lines:
             for raw in lines:
                 if len(raw) > _MAX_LINE_BYTES:
                     continue
@@ -151,7 +151,7 @@ def read_record(file: Path) -> list[PolicyRecord]:
                     else:
                         continue
                     times.append(line.wall_s)
-                except msgspec.DecodeError:
+                except (msgspec.DecodeError, RecursionError):
                     continue
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from error

@@ -93,7 +93,7 @@ def prepare_resume(path: Path) -> Prepared:
     try:
         overrides = msgspec.json.decode(folder.overrides.read_bytes(), type=tuple[str, ...])
         spec = msgspec.json.decode(folder.resolved.read_bytes(), type=_Resolved).run
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"--resume {path}: what is there does not load: {error}") from error
     data, _ = collect([folder.config], overrides)
     return Prepared(path=folder.path, overrides=overrides, data=data, spec=spec)

@@ -81,7 +81,7 @@ class Watch:
                     evaluation = msgspec.json.decode(line, type=EvaluationStatus)
                     if evaluation.done or evaluation.failure:
                         lines.append(evaluation_line(evaluation))
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):
                 continue  # a line that a crash cut short
         return lines
 

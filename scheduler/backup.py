@@ -41,8 +41,9 @@ from scheduler.store import FILE_NAME, MIGRATIONS
 from transport.errors import ChecksumMismatch, ConfigError, StoreError
 from transport.runtime.build import build_id
 from transport.runtime.files import (
+    borrowed_folder,
     fsync_dir,
-    lock_folder,
+    open_regular,
     private_dir,
     store_errors,
 )
@@ -102,7 +103,7 @@ def back_up(folder: Path, file: Path, *, wall_s: float, keys: Path | None = None
     folder ``keys`` if given. Blocks, for about as long as it takes to read and write the rows.
 
     Raises:
-        ConfigError: no scheduler there, or ``file`` exists.
+        ConfigError: no scheduler there, or ``file`` exists, or its folder does not.
         StoreError: the rows are damaged, or the disk refused.
     """
     source = folder / FILE_NAME
@@ -113,7 +114,9 @@ def back_up(folder: Path, file: Path, *, wall_s: float, keys: Path | None = None
         )
     if file.exists():
         raise ConfigError(f"{file}: exists; choose another name")
-    with store_errors("write", file), tempfile.TemporaryDirectory(dir=file.parent) as work:
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file}: no such folder: {file.parent}; make it, or choose another file")
+    with _writing(file), tempfile.TemporaryDirectory(dir=file.parent) as work:
         copy = Path(work) / FILE_NAME
         term, schema = _copy_rows(source, copy)
         tables = read_tables(copy)
@@ -176,8 +179,7 @@ def restore(
         ChecksumMismatch: the backup is damaged.
         StoreError: a scheduler runs there, a row does not decode, or the disk refused.
     """
-    private_dir(folder)
-    with lock_folder(folder), _opened(file) as (tar, found):
+    with _opened(file) as (tar, found), _taken(folder):
         taken = any((folder / f"{FILE_NAME}{side}").exists() for side in _SIDE_FILES)
         if taken and not replace:
             raise ConfigError(f"{folder}: holds a scheduler; --replace moves it aside")
@@ -199,6 +201,31 @@ def restore(
             os.replace(copy, folder / FILE_NAME)
             fsync_dir(folder)
     return Restored(backup=found, term=term, moved_to=moved_to, keys=done)
+
+
+@contextlib.contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        with store_errors("write", file):
+            yield
+    except FileNotFoundError as error:  # a file system that makes no files, as /proc
+        raise StoreError(f"cannot write {file}; choose another folder") from error
+
+
+@contextlib.contextmanager
+def _taken(folder: Path) -> Iterator[None]:
+    """The folder, made where it is not there, is ours for the block; one that fails leaves none
+    behind."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        private_dir(folder)
+        with borrowed_folder(folder):
+            yield
+    except BaseException:
+        for each in made:
+            with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
+                each.rmdir()
+        raise
 
 
 def read_tables(file: Path) -> Tables:
@@ -310,7 +337,7 @@ def _move_aside(folder: Path) -> str:
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[tuple[tarfile.TarFile, BackupList]]:
     try:
-        with tarfile.open(file, "r:") as tar:
+        with open_regular(file) as opened, tarfile.open(file, "r:", fileobj=opened) as tar:
             raw = _member(tar, LIST_NAME).read(_MAX_LIST_BYTES)
             found = msgspec.json.decode(raw, type=BackupList)
             if found.format > FORMAT or found.schema > len(MIGRATIONS):
@@ -318,7 +345,7 @@ def _opened(file: Path) -> Iterator[tuple[tarfile.TarFile, BackupList]]:
             yield tar, found
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from error
-    except (tarfile.TarError, msgspec.MsgspecError, EOFError) as error:
+    except (tarfile.TarError, msgspec.MsgspecError, RecursionError, EOFError) as error:
         raise ConfigError(f"{file}: is no backup of a scheduler, or damaged: {error}") from error
 
 

@@ -10,7 +10,6 @@ All functions block.
 
 import contextlib
 import tarfile
-import tomllib
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
@@ -18,6 +17,7 @@ from typing import Final, NamedTuple
 from transport.errors import ConfigError
 from transport.key_files import files_with
 from transport.runtime.files import atomic_write, private_dir
+from transport.runtime.toml_text import toml_tables
 
 KEYS: Final = "keys"
 """The folder of keys in a backup."""
@@ -122,7 +122,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 def _public_key(content: bytes) -> str:
     """Of a public or secret CURVE key file; "" of every other one."""
-    with contextlib.suppress(ValueError, RecursionError):
-        found = tomllib.loads(content.decode()).get("public_key", "")
+    with contextlib.suppress(ValueError, ConfigError):
+        found = toml_tables(content.decode(), "").get("public_key", "")
         return found if isinstance(found, str) else ""
     return ""

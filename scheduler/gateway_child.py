@@ -1,14 +1,17 @@
 """The gateway's process beside the scheduler: started, and started again for as long as it takes.
 
 What always holds: whatever happens to it (a port that is taken, a certificate that does not load,
-a key that was revoked), the scheduler goes on and says in its log what is wrong and what to do.
+a key that was revoked), the scheduler goes on and says in its log what is wrong and what to do. One
+that hangs is ended and started again: it says every ``ALIVE_S`` seconds that it is there, and is
+looked at ``LOOKS`` times in vain before it counts as hung. Looks are counted and not time, so that
+neither a machine nor a scheduler that was stopped costs it its life.
 """
 
 import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import structlog
 
@@ -23,6 +26,8 @@ from transport.runtime.shutdown import ShutdownSignal
 AGAIN: Final = RestartPolicy(first_delay_s=2.0, max_delay_s=60.0)
 """How long one that cannot start waits before it is tried again."""
 _RESTARTS: Final = RestartPolicy(first_delay_s=0.2, max_delay_s=10.0, max_restarts=20)
+LOOK_S: Final = 10.0
+LOOKS: Final = 6
 _log = structlog.get_logger()
 
 
@@ -53,6 +58,7 @@ async def keep_gateway(config: SchedulerConfig) -> None:
             raise child.failure("said something else than its address") from error
         failed = 0
         _log.info("gateway.ready", address=address)
+        await watch(child)
 
     while True:
         try:
@@ -72,3 +78,22 @@ async def keep_gateway(config: SchedulerConfig) -> None:
                 again_s=again_s,
             )
         await asyncio.sleep(AGAIN.delay_s(max(1, failed)))
+
+
+async def watch(child: ChildProcess) -> NoReturn:
+    """Read the signs of life of one that said that it is ready.
+
+    Raises:
+        ProcessFailed: it ended, or gives none any more.
+    """
+    silent = 0
+    while silent < LOOKS:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await child.read_line(2 * LOOK_S)
+        except TimeoutError:
+            silent += 1
+        else:
+            silent = 0
+    _log.error("gateway.silent", pid=child.pid, looks=silent, each_s=LOOK_S)
+    raise child.failure("hangs")

@@ -318,7 +318,7 @@ class TokenStore:
             token = msgspec.json.decode(read_limited(path, _MAX_FILE_BYTES), type=Token)
         except FileNotFoundError:
             return None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StoreError(f"{path}: {error}; remove it and make a new token") from error
         return token
 

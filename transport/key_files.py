@@ -1,7 +1,8 @@
 """How key files are read and written.
 
 What always holds: a file is written whole under its final name, or not at all, and never over
-another; a secret is not read from a file that others can read.
+another; a secret is not read from a file that others can read; only regular files are read, and
+whatever is wrong with one is a ``ConfigError``.
 """
 
 import contextlib
@@ -17,12 +18,14 @@ from zmq.utils import z85
 
 from transport.errors import ConfigError
 from transport.ids import NAME_RULE, is_name
+from transport.runtime.files import open_regular
+from transport.runtime.toml_text import toml_tables
 
 CURVE_KEY_CHARACTERS = 40
 KEY_BYTES = 32
 
 _OTHERS = 0o077
-_FILE_BYTES = 64 * 1024
+_FILE_BYTES = 16 * 1024
 """Far above any key file; what is larger is something else."""
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -46,7 +49,7 @@ def load_toml(
     """
     needed = _what(kind.__struct_fields__)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_FILE_BYTES + 1)
     except OSError as error:
@@ -72,7 +75,7 @@ def load_toml(
 def parse_toml(where: str, text: str, kind: type[S], *, made_with: str = MADE_WITH) -> S:
     """What ``text`` says, checked; raises ``ConfigError`` beginning with ``where``."""
     try:
-        return msgspec.convert(tomllib.loads(text), kind)
+        return msgspec.convert(toml_tables(text, where), kind)
     except (ValueError, msgspec.ValidationError) as error:
         # A file that was cut short ends within a value, or lacks its last lines.
         cut = isinstance(error, tomllib.TOMLDecodeError) or "missing required field" in str(error)
@@ -106,8 +109,8 @@ def _what(fields: Collection[str]) -> str:
 
 def _found(content: bytes) -> str:
     try:
-        return _what(tomllib.loads(content.decode()))
-    except ValueError:
+        return _what(toml_tables(content.decode(), ""))
+    except (ValueError, ConfigError):
         return ""
 
 
@@ -120,7 +123,7 @@ def files_with(folder: Path, public_key: str) -> Iterator[Path]:
             if not entry.name.endswith(".toml"):
                 continue
             try:
-                with open(entry.path, "rb") as file:
+                with open_regular(Path(entry.path)) as file:
                     found = wanted in file.read(4096)
             except OSError:
                 continue

@@ -247,7 +247,8 @@ def signed_command(
 def command_fault(topic: str, command: Command, secret_sha256: str, wall_s: float) -> str:
     """Why a command does not count, or nothing."""
     mac = signature(topic, command.id, command.expires, command.reason, secret_sha256)
-    if not hmac.compare_digest(mac, command.mac):
+    # As bytes: of text that is not ASCII compare_digest raises TypeError.
+    if not hmac.compare_digest(mac.encode(), command.mac.encode("utf-8", "replace")):
         return "mqtt.bad_signature"
     if command.expires <= wall_s:
         return "mqtt.expired"

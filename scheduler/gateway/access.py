@@ -2,7 +2,8 @@
 
 What always holds: a secret is kept only as its SHA-256 (32 random bytes need no slow hash); what
 the folder says wrongly is skipped with a warning and never lets anybody in; a token that was taken
-out of the folder is refused within ``SCAN_INTERVAL_S`` of the next ``refresh``.
+out of the folder is refused within ``SCAN_INTERVAL_S`` of the next ``refresh``; when the folder
+cannot be read for ``STALE_LOOKS`` of those in a row, everybody is (``service``).
 
     KEYS/http/NAME.toml        one token (mode 0600): name, role, secret_sha256
     KEYS/http-NAME.toml        the key with which a submitter's jobs are submitted
@@ -177,11 +178,19 @@ class TokenBook:
     """Who may ask, from a folder that may change at any time."""
 
     SCAN_INTERVAL_S = 0.4
+    STALE_LOOKS = 25
+    """So many looks that fail one after the other, about ten seconds, end what was known: whose
+    token was revoked meanwhile is then refused, and so is everybody else, until one succeeds."""
+    SKIPPED_LOOKS = 5
+    """Every so many looks the folder is read though it did not change, while anything in it is
+    skipped: what is wrong may be with the machine (too many open files), or with a file's mode."""
 
     def __init__(self, keys: Path) -> None:
         self._folder = keys / "http"
         self._tokens: dict[str, HttpToken] = {}
         self._seen: list[tuple[str, int, int, int]] | None = None
+        self._skipped: set[str] = set()
+        self._looks = 0
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -202,15 +211,30 @@ class TokenBook:
         return self._tokens.get(token.secret_sha256) == token
 
     def refresh(self) -> None:
-        """Look at the folder, and read it again if it changed."""
+        """Look at the folder, and read it again if it changed. What is skipped is said once.
+
+        Raises:
+            StoreError: the folder cannot be read.
+        """
         seen = self._fingerprint()
-        if seen == self._seen:
+        self._looks += 1
+        again = self._skipped and not self._looks % self.SKIPPED_LOOKS
+        if seen == self._seen and not again:
             return
-        self._seen = seen
-        tokens, warnings = all_tokens(self._folder.parent)
+        try:
+            tokens, warnings = all_tokens(self._folder.parent)
+        except OSError as error:
+            raise StoreError(f"cannot read {self._folder}: {error.strerror}") from error
         for warning in warnings:
-            _log.warning("http.token_skipped", reason=warning)
+            if warning not in self._skipped:
+                _log.warning("http.token_skipped", reason=warning)
+        self._skipped = set(warnings)
         self._tokens = {token.secret_sha256: token for token in tokens}
+        self._seen = seen  # only now: what was not read is looked at again
+
+    def forget(self) -> None:
+        """Let nobody in before the folder was read again."""
+        self._tokens, self._seen = {}, None
 
     def _fingerprint(self) -> list[tuple[str, int, int, int]]:
         try:

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import math
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
@@ -52,6 +51,7 @@ class Gateway:
         self._audit = audit
         self._routes = [(path_pattern(route.path), route) for route in routes]
         self._in_flight: Counter[str] = Counter()
+        self._parsing = asyncio.Lock()
         self.rates = Rates(world.config.http.requests_per_s)
         self._strangers = Rates(STRANGERS_PER_S)
         self._addresses = Rates(OPEN_PER_S, MAX_ADDRESSES)
@@ -98,9 +98,16 @@ class Gateway:
     async def _for_token(
         self, route: Route, names: dict[str, str], token: HttpToken, request: web.BaseRequest
     ) -> web.StreamResponse:
-        query = _query(route, request)
-        raw = await self._read(request) if request.method == "POST" else b""
-        call = Call(self._world, request, names, query, _body(route, request, raw), token)
+        raw = b""
+        try:
+            query = _query(route, request)
+            raw = await self._read(request) if request.method == "POST" else b""
+            body = await self._understood(route, request, raw)
+        except HttpRefused as refused:
+            if route.change:
+                await self._record_refused(_asked(token, request, raw), refused)
+            raise
+        call = Call(self._world, request, names, query, body, token)
         if not route.change:
             return await self._carry_out(route, call)
         begun = await self._begin(_asked(token, request, raw))
@@ -172,11 +179,14 @@ class Gateway:
             f"token {token.name} has role {token.role.value}; this takes one of role {roles}",
         )
         if route.change:
-            try:
-                await self._audit.refused(_asked(token, request, b""), 403, refused.code)
-            except StoreError as error:
-                _log.error("http.not_recorded", reason=str(error))
+            await self._record_refused(_asked(token, request, b""), refused)
         raise refused
+
+    async def _record_refused(self, asked: Asked, refused: HttpRefused) -> None:
+        try:
+            await self._audit.refused(asked, refused.status, refused.code)
+        except StoreError as error:
+            _log.error("http.not_recorded", reason=str(error))
 
     # ---- what comes in -------------------------------------------------------------------------
 
@@ -202,6 +212,14 @@ class Gateway:
         except (RequestPayloadError, ConnectionError) as error:
             raise HttpRefused(400, "http.body", f"the body cannot be read: {error}") from error
         return bytes(body)
+
+    async def _understood(self, route: Route, request: web.BaseRequest, raw: bytes) -> Any:
+        """The body as the route's type. The parser of TOML takes a second for a large file: beside
+        the loop, and one at a time, so that nobody else waits for it."""
+        if not _is_toml(route, request):
+            return _body(route, request, raw)
+        async with self._parsing:
+            return await asyncio.to_thread(_body, route, request, raw)
 
     # ---- what is done --------------------------------------------------------------------------
 
@@ -270,6 +288,10 @@ def _query(route: Route, request: web.BaseRequest) -> Any:
     return query
 
 
+def _is_toml(route: Route, request: web.BaseRequest) -> bool:
+    return route.toml is not None and request.content_type in ("application/toml", "text/toml")
+
+
 def _body(route: Route, request: web.BaseRequest, raw: bytes) -> Any:
     if route.body is None:
         if raw.strip() not in (b"", b"{}"):
@@ -278,12 +300,12 @@ def _body(route: Route, request: web.BaseRequest, raw: bytes) -> Any:
     if not raw.strip() and route.body_optional:
         raw = b"{}"
     try:
-        if route.toml is not None and request.content_type in ("application/toml", "text/toml"):
+        if route.toml is not None and _is_toml(route, request):
             return route.toml(raw.decode())
         return msgspec.json.decode(raw, type=route.body)
     except (msgspec.ValidationError, ConfigError) as error:
         raise HttpRefused(422, "http.body", f"body: {error}") from error
-    except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeError) as error:
+    except (msgspec.DecodeError, ValueError) as error:  # ValueError: no TOML, or no text
         raise HttpRefused(400, "http.body", f"body: {error}") from error
     except (OverflowError, RecursionError) as error:
         raise HttpRefused(422, "http.body", f"body: too large or too deep: {error}") from error

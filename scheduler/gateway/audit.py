@@ -11,7 +11,9 @@ One that may not be made has the second alone. After a crash the first stands al
 been carried out. An unfinished line was not on the disk yet, so what it began was not carried out.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
 
@@ -107,29 +109,33 @@ class Audit:
 
     def _append(self, line: AuditLine, durably: bool) -> None:
         data = msgspec.json.encode(line) + b"\n"
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with store_errors("write", self._path):
-                descriptor = os.open(self._path, flags, 0o600)
-                try:
+                with self._opened() as descriptor:
                     if not self._mended:
                         _cut_unfinished(descriptor, self._path)
                         self._mended = True
+                    full = os.fstat(descriptor).st_size > MAX_BYTES
+                if full:
+                    self._rotate()
+                with self._opened() as descriptor:
                     size_bytes = os.fstat(descriptor).st_size
-                    if size_bytes > MAX_BYTES:
-                        self._rotate()
-                        os.close(descriptor)
-                        descriptor = os.open(self._path, flags, 0o600)
-                        size_bytes = 0
                     if os.write(descriptor, data) < len(data):
                         os.ftruncate(descriptor, size_bytes)  # the next line would be part of it
                         raise StoreError(f"cannot write {self._path}: the disk is full; free space")
                     if durably:
                         os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
         except FileNotFoundError as error:
             raise StoreError(f"no folder {self._path.parent} for the record") from error
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._path, flags, 0o600)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _rotate(self) -> None:
         for number in range(KEPT, 1, -1):

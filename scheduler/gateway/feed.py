@@ -216,6 +216,8 @@ class Feed:
                 snapshot = await self.status()
             except FarflowError as error:
                 _log.info("http.no_status", reason=str(error))
+            except Exception:  # noqa: BLE001 - nobody else would hear of it
+                _log.exception("http.no_status")
             else:
                 if snapshot.number != number:
                     number = snapshot.number
@@ -228,7 +230,14 @@ class Feed:
             try:
                 wait_s = 0.0 if after is None else WAIT_S
                 page = await self._following.events(after, wait_s=wait_s)
-            except FarflowError as error:
+                after = self.last = page.last
+                if started.done():
+                    self._add(page)
+                else:
+                    started.set_result(None)
+            except Exception as error:  # noqa: BLE001 - as above
+                if not isinstance(error, FarflowError):
+                    _log.exception("http.no_events")
                 if not started.done():
                     started.set_exception(error)
                     self._started = None  # the next one who comes tries again
@@ -236,11 +245,6 @@ class Feed:
                 _log.info("http.no_events", reason=str(error))
                 await asyncio.sleep(AGAIN_S)
                 continue
-            after = self.last = page.last
-            if started.done():
-                self._add(page)
-            else:
-                started.set_result(None)
             await asyncio.sleep(PACE_S)
 
     def _add(self, page: Events) -> None:

@@ -58,7 +58,7 @@ def _step(line: bytes) -> StepStatus | None:
         if facts.get("type") != "step":
             return None
         return msgspec.convert(facts, StepStatus)
-    except (msgspec.DecodeError, AttributeError):
+    except (msgspec.DecodeError, AttributeError, RecursionError):
         return None
 
 

@@ -9,8 +9,9 @@ keep is said again.
 
 import asyncio
 import contextlib
+import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Final, NoReturn
@@ -50,12 +51,39 @@ FIRST_RETRY_S: Final = 1.0
 STATE_S: Final = 2.0
 """How often a changed state is said."""
 COUNTS_S: Final = 60.0
+SELDOM_S: Final = 60.0
+"""How often the client's own library may log the same."""
 MAX_TOPICS: Final = 20_000
 MAX_INCOMING: Final = 64
 _UNKNOWN: Final = b"?"
 """What a broker may keep of a topic after a lost connection: equal to nothing that is ever said."""
 
 _log = structlog.get_logger()
+_client_log = logging.getLogger(f"{__name__}.client")
+_client_log.setLevel(logging.WARNING)
+
+
+class Seldom(logging.Filter):
+    """Lets the same line through once in ``SELDOM_S``, with how many were withheld before it: the
+    client logs every message that comes while its queue is full, and anybody can flood that."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        super().__init__()
+        self._now_s = now_s
+        self._said: dict[str, tuple[float, int]] = {}
+        """By the text before its values are put in, of which the library has few: when it was said
+        last, and how often it was withheld since."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now_s, text = self._now_s(), str(record.msg)
+        at_s, withheld = self._said.get(text, (-SELDOM_S, 0))
+        if now_s < at_s + SELDOM_S:
+            self._said[text] = (at_s, withheld + 1)
+            return False
+        self._said[text] = (now_s, 0)
+        if withheld:
+            record.msg = f"{text} (and {withheld} more like it before)"
+        return True
 
 
 class MqttBridge:
@@ -97,8 +125,10 @@ class MqttBridge:
 
     async def run(self) -> NoReturn:
         """Connect, serve, and again with back-off."""
+        seldom = Seldom(self._clock.monotonic_s)
+        _client_log.addFilter(seldom)
         first_s = retry_s = min(FIRST_RETRY_S, self._table.retry_max_s)
-        logging = asyncio.create_task(self._log_counts())
+        counting = asyncio.create_task(self._log_counts())
         try:
             while True:
                 before, began_s = self.counts.connections, self._clock.monotonic_s()
@@ -115,8 +145,9 @@ class MqttBridge:
                 await asyncio.sleep(retry_s * self._rng.uniform(0.75, 1.25))
                 retry_s = min(self._table.retry_max_s, 2 * retry_s)
         finally:
-            logging.cancel()
-            await asyncio.gather(logging, return_exceptions=True)
+            _client_log.removeFilter(seldom)
+            counting.cancel()
+            await asyncio.gather(counting, return_exceptions=True)
             await self._orders.close()
 
     async def _serve(self) -> None:
@@ -134,6 +165,7 @@ class MqttBridge:
             keepalive=table.keepalive_s,
             tls_context=self._tls,
             max_queued_incoming_messages=MAX_INCOMING,
+            logger=_client_log,
         )
         async with client:
             try:

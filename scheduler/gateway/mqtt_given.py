@@ -6,6 +6,9 @@ expired.
 
     FOLDER/gateway/mqtt-commands.jsonl      [expires, token, topic, id], a line each
 
+What has expired is forgotten, with one line of no token to say up to which expiry that was done:
+nothing that expires by then may be taken, whatever the wall clock says later.
+
 A line that power loss tore was not on the disk yet, so its command was not carried out.
 """
 
@@ -29,6 +32,9 @@ COMPACT_LINES: Final = 8192
 Key = tuple[str, str, str]
 """Token, topic and id."""
 
+_FORGOTTEN: Final[Key] = ("", "", "")
+"""In place of a command in the line that says what was forgotten."""
+
 _Line = tuple[float, str, str, str]
 _log = structlog.get_logger()
 
@@ -41,12 +47,25 @@ class GivenCommands:
         self._worker = Worker("mqtt-commands")
         self._lines = 0
         self._trouble: FarflowError | None = None
+        self._forgotten = 0.0
+
+    @property
+    def forgotten(self) -> float:
+        """Up to which expiry commands may have been forgotten: none of those may be taken. It is
+        five minutes ahead of a right clock at most, after one that was wrong for a while."""
+        return self._forgotten
+
+    def unexpired(self, found: Mapping[Key, float], wall_s: float) -> dict[Key, float]:
+        """What of ``found`` has not expired. The rest may be forgotten, which is remembered."""
+        gone = [expires for expires in found.values() if expires <= wall_s]
+        self._forgotten = max(self._forgotten, *gone, 0.0)
+        return {key: expires for key, expires in found.items() if expires > wall_s}
 
     def load(self, wall_s: float) -> dict[Key, float]:
         """What earlier lives took and has not expired, with when it does. Blocks. Where it cannot
         be read, nothing is taken before the file was looked after: ``add`` says so."""
         try:
-            found = self._read(wall_s)
+            found = self.unexpired(self._read(), wall_s)
             self._write(found)
         except FarflowError as error:
             self._trouble = error
@@ -72,7 +91,7 @@ class GivenCommands:
         """Wait for what is being written."""
         self._worker.close()
 
-    def _read(self, wall_s: float) -> dict[Key, float]:
+    def _read(self) -> dict[Key, float]:
         found: dict[Key, float] = {}
         try:
             data = read_limited(self._path, MAX_BYTES)
@@ -83,12 +102,13 @@ class GivenCommands:
                 expires, *key = msgspec.json.decode(line, type=_Line)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue  # torn, or the nothing behind the last
-            if expires > wall_s:
-                found[(key[0], key[1], key[2])] = expires
+            found[(key[0], key[1], key[2])] = expires
+        self._forgotten = found.pop(_FORGOTTEN, 0.0)
         return found
 
     def _write(self, found: Mapping[Key, float]) -> None:
-        lines = [msgspec.json.encode((expires, *key)) + b"\n" for key, expires in found.items()]
+        kept = {_FORGOTTEN: self._forgotten, **found} if self._forgotten else found
+        lines = [msgspec.json.encode((expires, *key)) + b"\n" for key, expires in kept.items()]
         try:
             atomic_write(self._path, b"".join(lines), mode=0o600)
         except FileNotFoundError as error:

@@ -2,9 +2,10 @@
 
 What always holds: a command counts only with a valid signature of an operator's token, until it
 expires; a second one of the same token, topic and id gets the first one's answer and is not carried
-out again, nor after a restart (``mqtt_given``). It is recorded as one over HTTP is, and like there
-nothing is recorded of who has no token: whoever can write to the broker must not push others' lines
-out of the record. Who has no token is not told which there are.
+out again, nor after a restart (``mqtt_given``) or a jump of the clock: what expires no later than
+something that was forgotten has expired, whatever the clock says. It is recorded as one over HTTP
+is, and like there nothing is recorded of who has no token: whoever can write to the broker must not
+push others' lines out of the record. Who has no token is not told which there are.
 """
 
 import asyncio
@@ -68,8 +69,17 @@ class MqttOrders:
     async def obey(
         self, topic: str, agent: str, verb: str, payload: bytes, *, retained: bool
     ) -> Reply:
-        """What became of a command. One that is being carried out is carried on with when this is
-        cancelled."""
+        """What became of a command, whatever is wrong with it or with us. One that is being carried
+        out is carried on with when this is cancelled."""
+        try:
+            return await self._obey(topic, agent, verb, payload, retained=retained)
+        except Exception as error:  # noqa: BLE001 - one message never ends what hears all of them
+            _log.exception("mqtt.failed", topic=topic[:SHOWN])
+            return Reply(id="", ok=False, code="mqtt.failed", message=_shown(error))
+
+    async def _obey(
+        self, topic: str, agent: str, verb: str, payload: bytes, *, retained: bool
+    ) -> Reply:
         try:
             if len(payload) > MAX_COMMAND_BYTES:
                 raise msgspec.ValidationError(f"longer than {MAX_COMMAND_BYTES} bytes")
@@ -81,6 +91,8 @@ class MqttOrders:
         token = self._book.named(command.token)
         secret_sha256 = _NOBODYS if token is None else token.secret_sha256
         fault = command_fault(topic, command, secret_sha256, self._wall_s())
+        if not fault and command.expires <= self._kept.forgotten:
+            fault = "mqtt.expired"
         if fault or token is None:  # not remembered: a stranger must not use up another one's id
             fault = fault or "mqtt.bad_signature"
             return _no(command, fault, _FAULTS.get(fault, "not carried out"))
@@ -109,8 +121,9 @@ class MqttOrders:
     def _forget(self) -> None:
         """What has expired is refused for that."""
         now_s = self._wall_s()
-        self._given = {k: one for k, one in self._given.items() if one[0] > now_s}
-        self._earlier = {k: expires for k, expires in self._earlier.items() if expires > now_s}
+        self._earlier = self._kept.unexpired(self._earlier, now_s)
+        given = {key: expires for key, (expires, _) in self._given.items()}
+        self._given = {key: self._given[key] for key in self._kept.unexpired(given, now_s)}
 
     def _all(self) -> dict[Key, float]:
         """What must not be carried out again."""
@@ -163,8 +176,12 @@ class MqttOrders:
         except LinkError as error:
             return _no(command, "scheduler.unreachable", f"{error}; send it again with a new id")
         except Exception as error:  # noqa: BLE001 - it is answered, whatever went wrong
-            return _no(command, "mqtt.failed", f"{type(error).__name__}: {error}")
+            return _no(command, "mqtt.failed", _shown(error))
         return Reply(id=command.id, ok=True, message=said[:SHOWN])
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:SHOWN]
 
 
 def _no(command: Command, code: str, text: str) -> Reply:

@@ -61,6 +61,8 @@ async def test_the_daemons_started_by_hand_finish_a_run(tmp_path: Path) -> None:
             for plane, port in ready["ports"].items()
             for part in ("--set", f"transport.{plane}_port={port}")
         ]
+        assert "submitted toy" in await call("run", "submit", file, *here, cwd=tmp_path)
+        assert "already submitted" in await call("run", "submit", file, *here, cwd=tmp_path)
         agent, _ = await daemon(
             "agent",
             "run",
@@ -87,8 +89,6 @@ async def test_the_daemons_started_by_hand_finish_a_run(tmp_path: Path) -> None:
             cwd=tmp_path,
         )
         started.append(trainer)
-        assert "submitted toy" in await call("run", "submit", file, *here, cwd=tmp_path)
-        assert "already submitted" in await call("run", "submit", file, *here, cwd=tmp_path)
         async with asyncio.timeout(15):
             while True:
                 rows = json.loads(await call("run", "ls", "--json", *here, cwd=tmp_path))

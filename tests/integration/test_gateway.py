@@ -339,6 +339,10 @@ async def test_every_change_is_recorded_before_and_after_with_who_did_it(world):
     async with world.client(OPERATOR) as client:
         await said(client, "POST", "/v1/agents/a/drain", json={"deadline_s": 1, "reason": "r"})
         await said(client, "POST", "/v1/agents/nobody/drain")
+        await said(client, "POST", "/v1/agents/a/drain", json={"deadline_s": "soon"})
+        headers = {"Content-Type": "application/toml"}
+        await said(client, "POST", "/v1/runs", data="a." * 400 + "a = 1", headers=headers)
+        await said(client, "POST", "/v1/runs", data="a = " + "1" * 4500, headers=headers)
         await said(client, "GET", "/v1/agents")
     async with world.client(VIEWER) as client:
         await said(client, "POST", "/v1/agents/a/quarantine", json={})
@@ -346,6 +350,7 @@ async def test_every_change_is_recorded_before_and_after_with_who_did_it(world):
     assert [(line["what"], line["status"], line["code"]) for line in lines] == [
         ("begun", 0, ""), ("ended", 200, ""),
         ("begun", 0, ""), ("ended", 404, "agent.unknown"),
+        ("ended", 422, "http.body"), ("ended", 422, "http.body"), ("ended", 400, "http.body"),
         ("ended", 403, "http.forbidden"),
     ]  # fmt: skip
     first, second = lines[:2]
@@ -353,7 +358,8 @@ async def test_every_change_is_recorded_before_and_after_with_who_did_it(world):
     assert (first["method"], first["path"]) == ("POST", "/v1/agents/a/drain")
     assert first["number"] == second["number"]
     assert len(first["body_sha256"]) == 64
-    assert (lines[4]["token"], lines[4]["role"], lines[4]["body_sha256"]) == ("look", "viewer", "")
+    assert all(len(line["body_sha256"]) == 64 for line in lines[4:7])
+    assert (lines[7]["token"], lines[7]["role"], lines[7]["body_sha256"]) == ("look", "viewer", "")
 
 
 async def test_what_cannot_be_recorded_is_not_done(world):

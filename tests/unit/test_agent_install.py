@@ -87,6 +87,14 @@ def test_a_box_without_an_enrolment_wants_a_token(tmp_path: Path) -> None:
         install(tmp_path / "new")
 
 
+def test_a_unit_of_somebody_else_is_found_before_the_token_is_used(tmp_path: Path) -> None:
+    (tmp_path / "units").mkdir()
+    (tmp_path / "units" / "farflow-agent.service").write_text("[Service]\nExecStart=/bin/true\n")
+    with pytest.raises(ConfigError, match="is not farflow's"):
+        install(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_setting_that_cannot_be_is_refused_before_anything_is_written(box: Path) -> None:
     with pytest.raises(ConfigError, match=r"agent\.engine: .*allowed are"):
         install(box, engine="warp")

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import sqlite3
 import tarfile
 import threading
@@ -350,3 +351,24 @@ def test_the_commands(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (told["term"], told["moved_to"], told["keys_written"]) == (1 + TERMS_AHEAD, "", 0)
     refused = CliRunner().invoke(scheduler_group, ["restore", "b"])
     assert (refused.exit_code, "--replace" in refused.stderr) == (78, True)
+
+
+def test_a_backup_to_a_folder_that_is_none_names_it(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"no such folder: {tmp_path}/none"):
+        back_up(folder, tmp_path / "none" / "a.tar", wall_s=0.0)
+    with pytest.raises(StoreError, match=r"cannot write /proc/a.tar"):
+        back_up(folder, Path("/proc/a.tar"), wall_s=0.0)
+
+
+@pytest.mark.timeout(10)
+def test_a_refused_restore_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    back_up(folder, tmp_path / "b", wall_s=5.0)
+    bad = rewritten(tmp_path / "b", tmp_path / "bad", **{FILE_NAME: b"x" * 4096})
+    for file in (tmp_path / "none", tmp_path / "pipe", bad):
+        for target in (tmp_path / "new" / "deeper", tmp_path / "there"):
+            with pytest.raises((ConfigError, ChecksumMismatch)):
+                restore(file, target)
+    assert not (tmp_path / "new").exists()
+    assert not any((tmp_path / "there").iterdir())

@@ -1,5 +1,6 @@
 """Settings: every wrong key, type, range and unit is refused with its path."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -328,3 +329,20 @@ def test_config_check_names_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "[scheduler]\nleese_s = 3")
     with pytest.raises(ConfigError, match=r"file\.toml: scheduler\.leese_s: unknown key"):
         CliRunner().invoke(config_check, [str(path)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("value", ["[" * 3000, "{a=" * 3000])
+def test_what_nests_too_deep_is_refused_with_its_place(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"file.toml: nested too deep"):
+        collect([write(tmp_path, f"[log]\nx = {value}")], environ={})
+    with pytest.raises(ConfigError, match=r"--set log.x: nested too deep"):
+        collect([], [f"log.x={value}"], environ={})
+    with pytest.raises(ConfigError, match=r"file.toml: nested too deep"):
+        collect([write(tmp_path, "log." + "a." * 2000 + "a = 1")], environ={})
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_is_no_file_of_settings_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        collect([tmp_path / "pipe"], environ={})

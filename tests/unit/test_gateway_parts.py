@@ -1,8 +1,11 @@
 """Parts of the gateway without its process: the shared feed, the record, paths, the address."""
 
 import asyncio
+import errno
 import json
+import os
 import resource
+from pathlib import Path
 
 import pytest
 
@@ -243,6 +246,41 @@ async def test_a_line_that_power_loss_tore_does_not_spoil_the_next(tmp_path, tor
                 file.write(torn)
     lines = record.read_bytes().splitlines()
     assert [json.loads(line)["life"] for line in lines] == [1] * before + [2, 2]
+
+
+@pytest.mark.asyncio
+async def test_a_rotation_that_fails_closes_nobody_elses_descriptor(tmp_path, monkeypatch):
+    record = tmp_path / audit_module.FILE_NAME
+    record.write_bytes(b"x\n" * (audit_module.MAX_BYTES // 2 + 1))
+    really_open, really_close = os.open, os.close
+    opened: list[int] = []
+    closed: list[int] = []
+
+    def opening(path, *more, **how):
+        if opened and Path(path) == record:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        found = really_open(path, *more, **how)
+        if Path(path) == record:
+            opened.append(found)
+        return found
+
+    def closing(descriptor):
+        if descriptor in opened:
+            closed.append(descriptor)
+        really_close(descriptor)
+
+    audit = Audit(tmp_path, 1, ManualClock())
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(audit_module.os, "open", opening)
+            patch.setattr(audit_module.os, "close", closing)
+            with pytest.raises(StoreError, match="No space left"):
+                await audit.begin(ASKED)
+            assert closed == opened
+        await audit.begin(ASKED)
+    finally:
+        audit.close()
+    assert json.loads(record.read_text())["what"] == "begun"
 
 
 def test_paths_match_names_and_nothing_else():

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from farflow import gc as gc_module
 from farflow.cli import cli
 from farflow.deployment import RetentionTable
 from farflow.gc_plan import Found, plan
+from transport.errors import ConfigError
 from transport.runtime.files import lock_folder
 
 DAY_S = 86_400.0
 OLD_S = 400 * DAY_S
+OWN = ["config.json", "config.toml", "overrides.json"]
 
 
 def old(path: Path, content: str = "x", *, age_s: float = OLD_S) -> Path:
@@ -40,11 +43,13 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     old(state / "trajectory-log" / "bodies" / "segment-00000001.log", "b" * 1000)
     old(state / "weight-store" / "versions" / "a" / "x")
     old(state / "logs" / "weight-store.log")
+    old(state / "scheduler.sqlite", "")
     for name in ("first-0001", "used-0001", "odd"):
         old(tmp_path / "runs" / name / "models" / "solver" / "model.safetensors", "m" * 5000)
-        if name != "odd":
-            old(tmp_path / "runs" / name / "config.json", "{}")
-    old(tmp_path / "runs" / "new-0001" / "config.json", "{}", age_s=1.0)
+        for own in OWN if name != "odd" else ["config.json"]:  # a model's, say
+            old(tmp_path / "runs" / name / own, "{}")
+    for own in OWN:
+        old(tmp_path / "runs" / "new-0001" / own, "{}", age_s=1.0)
     (tmp_path / "runs" / "link").symlink_to(tmp_path / "runs" / "first-0001")
     return tmp_path
 
@@ -75,7 +80,7 @@ def test_nothing_is_removed_without_apply(disk: Path) -> None:
     assert rows["scheduler/trajectory-log/bodies"]["reason"] == (
         "bounded by scheduler.trajectory_disk_bytes"
     )
-    assert rows["runs/first-0001"]["size_bytes"] == 5002
+    assert rows["runs/first-0001"]["size_bytes"] == 5006
     plain = CliRunner().invoke(cli, ["gc"]).stdout
     assert "would be removed (--apply does it)" in plain.splitlines()[-1]
 
@@ -195,3 +200,45 @@ def test_a_scheduler_that_starts_after_we_looked_loses_nothing(
     assert not (state / "runs" / "done" / "metrics.jsonl").exists()
     run("--apply")
     assert not any((state / name).exists() for name in kept)
+
+
+def test_the_logs_of_a_folder_that_is_no_schedulers_stay(disk: Path) -> None:
+    theirs = [
+        old(disk / "var" / "logs" / "access.log"),
+        old(disk / "var" / "runs" / "a" / "metrics.jsonl", '{"type": "end"}\n'),
+    ]
+    argv = ["gc", "--apply", "--set", f"scheduler.folder={disk}/var"]
+    done = CliRunner().invoke(cli, argv)
+    assert "no scheduler has run there" in str(done.exception)
+    assert "--config FILE" in str(done.exception)
+    (disk / "scheduler" / "scheduler.sqlite").unlink()
+    rows = run("--apply", "--runs", "runs")  # the default folder is not looked into either
+    assert not any(path.startswith("scheduler") for path in rows)
+    assert (disk / "scheduler" / "logs" / "weight-store.log").exists()
+    assert all(path.exists() for path in theirs)
+
+
+def test_removing_leaves_no_lock_in_a_folder_that_had_none(disk: Path) -> None:
+    run("--apply")
+    assert not (disk / "scheduler" / ".lock").exists()
+
+
+def test_what_goes_before_it_is_measured_stops_nothing(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, gone = gc_module._things, disk / "scheduler" / "trajectory-log" / "gone.turns"
+    monkeypatch.setattr(
+        gc_module,
+        "_things",
+        lambda where, kind: iter([gone]) if kind == "partial" else real(where, kind),
+    )
+    rows = run("--set", f"scheduler.folder={disk}/scheduler")
+    assert rows
+    assert str(gone) not in rows
+
+
+@pytest.mark.parametrize(("value", "key"), [("local=5", "local: "), ("local.runs=5", "local.runs")])
+def test_a_wrong_local_table_is_named(disk: Path, value: str, key: str) -> None:
+    done = CliRunner().invoke(cli, ["gc", "--set", value])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith(key)

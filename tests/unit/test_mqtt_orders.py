@@ -1,5 +1,6 @@
 """Signed commands without a broker: what is remembered, and what a full or lost disk changes."""
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from scheduler.gateway import mqtt_given, mqtt_orders
 from scheduler.gateway.access import HttpRole, TokenBook, create_token
 from scheduler.gateway.audit import Audit
 from scheduler.gateway.calls import Line
+from scheduler.gateway.mqtt import SELDOM_S, Seldom
 from scheduler.gateway.mqtt_given import FILE_NAME, GivenCommands
 from scheduler.gateway.mqtt_orders import MqttOrders
 from transport.mqtt_topics import Reply, command_topic, signed_command
@@ -116,10 +118,61 @@ async def test_a_command_counts_once_also_over_restarts(tmp_path, monkeypatch):
         assert (await box.obey("ops", "4")).code == "mqtt.repeated"
         box.wall_s = 1061.0
         await box.again()
-        assert record.read_bytes() == b""  # what has expired is refused for that
+        # What has expired is refused for that; of all of it one line is left.
+        assert len(record.read_bytes().splitlines()) == 1
         assert (await box.obey("ops", "4")).code == "mqtt.expired"
     finally:
         await box.close()
+
+
+@pytest.mark.parametrize("started_again", ["", "while it is wrong", "once it is right"])
+async def test_a_clock_that_jumps_and_returns_repeats_no_command(tmp_path, started_again):
+    box = Box(tmp_path)
+    try:
+        assert (await box.obey("ops", "one", expires=1250.0)).ok
+        box.wall_s += 400.0  # a wrong answer of a time server, and another command meanwhile
+        if started_again == "while it is wrong":
+            await box.again()
+        assert (await box.obey("ops", "two", expires=1650.0)).ok
+        box.wall_s -= 390.0
+        if started_again:
+            await box.again()
+        again = await box.obey("ops", "one", expires=1250.0)
+        # One that was never forgotten is known: its line is in the file until that is written anew.
+        kept = started_again == "once it is right"
+        assert again.code == ("mqtt.repeated" if kept else "mqtt.expired")
+        assert box.operator.orders == 2
+        assert (await box.obey("ops", "three", expires=1260.0)).ok, "later ones count"
+    finally:
+        await box.close()
+
+
+async def test_what_went_wrong_with_one_message_is_its_answer(tmp_path, monkeypatch):
+    box = Box(tmp_path)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(box.book, "named", lambda name: 1 / 0)
+            reply = await box.obey("ops", "one")
+        assert (reply.ok, reply.code) == (False, "mqtt.failed")
+        assert (await box.obey("ops", "one")).ok
+    finally:
+        await box.close()
+
+
+def message(text: str) -> logging.LogRecord:
+    return logging.LogRecord("mqtt", logging.WARNING, "", 0, text, None, None)
+
+
+async def test_the_clients_library_says_the_same_once_a_minute_with_how_often():
+    now_s = [5.0]
+    seldom, full = Seldom(lambda: now_s[0]), "Message queue is full. Discarding message."
+    said = [seldom.filter(message(full)) for _ in range(1000)]
+    assert (said[0], sum(said)) == (True, 1)
+    assert seldom.filter(message("another"))
+    now_s[0] += SELDOM_S
+    later = message(full)
+    assert seldom.filter(later)
+    assert later.getMessage() == f"{full} (and 999 more like it before)"
 
 
 async def test_nothing_is_carried_out_where_what_was_is_not_known(tmp_path):

@@ -174,7 +174,7 @@ def test_a_signed_command_counts_until_it_expires():
 
 @pytest.mark.parametrize(
     "changed",
-    [{"id": "2"}, {"expires": NOW_S + 61}, {"reason": "day"}, {"mac": "0" * 64}],
+    [{"id": "2"}, {"expires": NOW_S + 61}, {"reason": "day"}, {"mac": "0" * 64}, {"mac": "é" * 64}],
     ids=str,
 )
 def test_whoever_changes_a_command_does_not_have_its_signature(changed):

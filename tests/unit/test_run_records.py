@@ -1,6 +1,7 @@
 """``farflow run history`` and ``farflow run compare``: recorded runs, without a scheduler."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from status_views import step
 
 from farflow.cli import cli
 from farflow.commands import run_group
+from farflow.plots import read_metrics
 from farflow.run_records import find_records, read_record, reward_until
 from scheduler.core.effects import RecordEvaluation, RecordStep, RunEnded
 from scheduler.metrics_file import MetricsFiles
@@ -130,6 +132,23 @@ def test_a_comparison_is_drawn(tmp_path: Path) -> None:
     result = invoke("compare", str(tmp_path), "--plot", str(tmp_path / "out.png"))
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    for place in (tmp_path / "none" / "x.png", Path("/dev/full")):
+        refused = CliRunner().invoke(
+            cli, ["run", "compare", str(tmp_path / "a"), "--plot", str(place)]
+        )
+        assert isinstance(refused.exception, ConfigError)
+        assert str(place) in str(refused.exception)
+
+
+@pytest.mark.timeout(10)
+def test_a_line_that_nests_too_deep_is_skipped_and_a_pipe_is_refused(tmp_path: Path) -> None:
+    deep = '{"type": "step", "x": ' + "[" * 5000
+    (tmp_path / "metrics.jsonl").write_text(deep + "\n" + deep + "\n")
+    assert read_record(tmp_path / "metrics.jsonl") == []
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        read_record(tmp_path / "pipe")
 
 
 def test_a_run_without_records_yet_is_no_error(tmp_path: Path) -> None:

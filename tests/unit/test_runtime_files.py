@@ -13,6 +13,7 @@ from transport.errors import SizeLimitExceeded, StoreError
 from transport.runtime import files
 from transport.runtime.files import (
     atomic_write,
+    borrowed_folder,
     fsync_dir,
     lock_folder,
     next_incarnation,
@@ -141,6 +142,35 @@ def test_a_locked_folder_names_the_process_that_uses_it(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path)
     lock.release()
     lock.release()
+
+
+def test_a_borrowed_folder_is_claimed_and_keeps_the_lock_file_that_it_had(tmp_path: Path) -> None:
+    lock = tmp_path / ".lock"
+    with borrowed_folder(tmp_path), pytest.raises(StoreError, match="already used"):
+        lock_folder(tmp_path)
+    assert not lock.exists()
+    lock_folder(tmp_path).release()
+    with borrowed_folder(tmp_path):
+        pass
+    assert lock.exists()
+
+
+def test_a_lock_file_that_went_while_it_was_claimed_is_no_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, lock = files.fcntl.flock, tmp_path / ".lock"
+    looks = iter([True, False])
+
+    def removed_first(descriptor: int, how: int) -> None:
+        real(descriptor, how)
+        if next(looks):
+            lock.unlink()
+
+    monkeypatch.setattr(files.fcntl, "flock", removed_first)
+    with lock_folder(tmp_path) as held:
+        assert lock.read_text() == f"{os.getpid()}\n"
+        assert held._descriptor is not None
+        assert os.path.samestat(os.fstat(held._descriptor), lock.stat())
 
 
 def test_a_lock_ends_with_the_process_however_it_ends(tmp_path: Path) -> None:

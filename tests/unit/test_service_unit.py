@@ -13,11 +13,11 @@ from click.testing import CliRunner, Result
 
 from cloud_trainer.cli import trainer_group
 from scheduler.cli import scheduler_group
-from transport.errors import ConfigError, ProcessFailed
+from transport.errors import ConfigError, ProcessFailed, StoreError
 from transport.relay_cli import relay_group
 from transport.runtime import service_install
 from transport.runtime.service_install import Place, find_place, install, systemd_version, uninstall
-from transport.runtime.service_unit import Service, unit_text
+from transport.runtime.service_unit import MARK, Service, unit_text
 
 KNOWN = {
     "Unit": {"Description", "StartLimitIntervalSec", "Wants", "After"},
@@ -155,14 +155,16 @@ def test_installing_starts_the_daemon_and_again_is_an_upgrade(tmp_path: Path, to
     assert install(one, place)[0] == f"unchanged: {unit}"
     assert install(one._replace(stop_s=80.0), place)[0] == f"wrote: {unit}"
     told.unlink()
-    assert uninstall("farflow-test", place, 5.0)[0].startswith(f"removed: {unit}")
+    assert uninstall("farflow-test", place, 5.0, component="agent")[0].startswith(
+        f"removed: {unit}"
+    )
     assert told.read_text().splitlines() == [
         "--user --no-pager disable --now farflow-test.service",
         "--user --no-pager daemon-reload",
     ]
     assert (tmp_path / "state").is_dir()
     with pytest.raises(ConfigError, match="no such unit; name it with --service"):
-        uninstall("farflow-test", place, 5.0)
+        uninstall("farflow-test", place, 5.0, component="agent")
 
 
 def test_what_systemd_refuses_is_said(tmp_path: Path, told: Path) -> None:
@@ -246,3 +248,69 @@ def test_each_daemon_installs_and_uninstalls_its_unit(
     assert (missing.exit_code, "no such unit" in missing.stderr) == (78, True)
     (tmp_path / "d.toml").write_text("[relays]\n")
     assert run("install", "--config", "d.toml", *where).exit_code == 78
+
+
+def _both_refuse(tmp_path: Path, place: Place, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        uninstall("farflow-test", place, 1.0, component="agent")
+    with pytest.raises(ConfigError, match=said):
+        install(service(tmp_path / "state", user=""), place)
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[Service]\nExecStart=/usr/sbin/nginx\n", "is not farflow's"),
+        ("[Service]\nExecStart=/bin/logger farflow agent run\n", "is not farflow's"),
+        ('[Service]\nExecStart="/bin/sh\n', "is not farflow's"),
+        ("[Service]\nExecStart=/x/farflow relay run\n", "is of the relay, not of the agent"),
+        (f"{MARK}\n[Service]\nExecStart=/x/farflow relay run\n", "is of the relay, not of the"),
+        (f"{MARK}\n[Service]\nExecStart=/x/other\n", "is of some daemon, not of the agent"),
+    ],
+)
+def test_a_unit_of_somebody_else_is_neither_overwritten_nor_removed(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    unit = tmp_path / "farflow-test.service"
+    unit.write_text(text)
+    _both_refuse(tmp_path, Place(tmp_path, False, True, "", True), said)
+    assert unit.read_text() == text
+
+
+@pytest.mark.timeout(10)
+def test_what_is_no_plain_file_is_no_unit_of_ours(tmp_path: Path) -> None:
+    place = Place(tmp_path, False, True, "", True)
+    unit = tmp_path / "farflow-test.service"
+    (tmp_path / "target").write_text(f"{MARK}\n[Service]\nExecStart=/x/farflow agent run\n")
+    for target in (tmp_path / "target", Path("/dev/null"), tmp_path / "gone"):
+        unit.symlink_to(target)
+        _both_refuse(tmp_path, place, "a symbolic link")
+        unit.unlink()
+    os.mkfifo(unit)
+    _both_refuse(tmp_path, place, "not a regular file")
+
+
+def test_a_unit_without_our_mark_that_starts_our_daemon_is_upgraded(tmp_path: Path) -> None:
+    unit = tmp_path / "farflow-test.service"
+    unit.write_text('[Service]\nExecStart="/x/python" "-P" "-m" "farflow" "agent" "run" "-v"\n')
+    place = Place(tmp_path, False, True, "", True)
+    assert install(service(tmp_path / "state", user=""), place)[0] == f"wrote: {unit}"
+    assert unit.read_text().startswith(MARK)
+
+
+def test_a_unit_that_ours_would_hide_keeps_it_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    (shipped / "farflow-test.service").write_text("[Service]\nExecStart=/usr/sbin/nginx\n")
+    monkeypatch.setattr(service_install, "_SHIPPED", {True: (str(shipped),)})
+    with pytest.raises(ConfigError, match=f"{shipped}/farflow-test.service: is not farflow's"):
+        install(service(tmp_path / "s", user=""), Place(tmp_path / "units", False, True, ""))
+    assert not (tmp_path / "units").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot create /proc/farflow; choose another folder"):
+        install(service(tmp_path, user=""), Place(Path("/proc/farflow"), False, True, "", True))

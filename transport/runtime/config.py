@@ -17,6 +17,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_orig
 import msgspec
 
 from transport.errors import ConfigError
+from transport.runtime.files import open_regular
+from transport.runtime.toml_text import toml_tables
 from transport.runtime.units import parse_bytes, parse_duration_s, parse_rate_bits_per_s
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -62,12 +64,17 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables of one file.
 
     Raises:
-        ConfigError: missing, too large, not TOML, or a table that no program owns.
+        ConfigError: missing, no regular file, too large, not TOML, nested too deep, or a table
+            that no program owns.
     """
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
+        with open_regular(path) as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
             raise ConfigError(f"{path}: larger than {_MAX_FILE_BYTES} bytes; is it a TOML file?")
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        # As a text file is read: TOML forbids a lone carriage return.
+        text = content.decode().replace("\r\n", "\n").replace("\r", "\n")
+        data = toml_tables(text, str(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}; check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -84,14 +91,14 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """``table.field=value`` as a path and a TOML value; a bare word is taken as a string.
 
     Raises:
-        ConfigError: no ``=`` or an empty key.
+        ConfigError: no ``=``, an empty key, or a value that is nested too deep.
     """
     key, separator, raw = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not separator or not all(path):
         raise ConfigError(f"--set {text!r}: write it as table.field=value")
     try:
-        return path, tomllib.loads(f"v = {raw}")["v"]
+        return path, toml_tables(f"v = {raw}", f"--set {key.strip()}")["v"]
     except tomllib.TOMLDecodeError:
         return path, raw.strip()
 

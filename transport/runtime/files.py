@@ -21,7 +21,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import BinaryIO, Final, Self
 
 from transport.errors import SizeLimitExceeded, StoreError
 
@@ -132,19 +132,30 @@ def next_incarnation(folder: Path, wall_s: float) -> int:
     return incarnation
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file, or a link to one, to be read.
+
+    Raises ``OSError``, also for anything else: a pipe would block, a device may have no end.
+    """
+    # Non-blocking: opening a pipe that nobody writes to must not wait.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
 def read_limited(path: Path, max_bytes: int) -> bytes:
     """The content of a regular file of at most ``max_bytes``.
 
     Raises ``SizeLimitExceeded`` before reading more than that, ``StoreError`` for anything that is
-    not a regular file (a pipe would block), ``FileNotFoundError`` when there is none.
+    not a regular file, ``FileNotFoundError`` when there is none.
     """
-    with store_errors("read", path):
-        # Non-blocking: opening a pipe that nobody writes to must not wait.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise StoreError(f"cannot read {path}: it is not a regular file")
-            data = file.read(max_bytes + 1)
+    with store_errors("read", path), open_regular(path) as file:
+        data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise SizeLimitExceeded(f"{path} is larger than the limit of {max_bytes} bytes")
     return data
@@ -201,6 +212,15 @@ def lock_folder(path: Path) -> FolderLock:
 
     Raises ``StoreError`` "already used by process PID" when another (or this) process holds it.
     """
+    while True:
+        descriptor = _locked(path)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path / LOCK_NAME)):
+                return FolderLock(path, descriptor)
+        os.close(descriptor)  # ``borrowed_folder`` removed the file that we opened
+
+
+def _locked(path: Path) -> int:
     lock = path / LOCK_NAME
     with store_errors("lock", path):
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -219,7 +239,21 @@ def lock_folder(path: Path) -> FolderLock:
         except BaseException:
             os.close(descriptor)
             raise
-    return FolderLock(path, descriptor)
+    return descriptor
+
+
+@contextlib.contextmanager
+def borrowed_folder(path: Path) -> Iterator[None]:
+    """Claims a folder for the block as ``lock_folder``; where there was no lock file, for a folder
+    that no daemon has used, none stays."""
+    there = (path / LOCK_NAME).exists()
+    with lock_folder(path):
+        try:
+            yield
+        finally:
+            if not there:
+                with contextlib.suppress(OSError):
+                    (path / LOCK_NAME).unlink()
 
 
 def folder_holder(path: Path) -> int | None:

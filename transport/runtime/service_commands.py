@@ -132,7 +132,7 @@ def uninstall_command(component: str, stop_s: float) -> click.Command:
 
         with foreseen_errors(f"farflow {component} uninstall"):
             place = find_place(user_units=user_units, run_as=run_as, unit_folder=unit_folder)
-            lines = uninstall(service_name(service), place, stop_s)
+            lines = uninstall(service_name(service), place, stop_s, component=component)
         say_lines(lines, as_json=as_json)
 
     return command

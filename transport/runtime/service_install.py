@@ -1,7 +1,8 @@
 """Puts a daemon's unit where systemd finds it, starts it, and takes it away again.
 
 What always holds: installing again is an upgrade: the unit is written anew, the daemon started
-again, and nothing else is touched; where systemd does not run (containers, images) the unit is
+again, and nothing else is touched; a unit that is not farflow's, or of another daemon of it, stays
+as it is; where systemd does not run (containers, images) the unit is
 written and nothing is started; taking away leaves the daemon's folders alone.
 """
 
@@ -18,16 +19,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from transport.errors import ConfigError, ProcessFailed
+from transport.errors import ConfigError, ProcessFailed, StoreError
 from transport.ids import NAME_RULE, is_name
-from transport.runtime.files import atomic_write, store_errors
-from transport.runtime.service_unit import STEPS_SINCE, Service, unit_text
+from transport.runtime.files import atomic_write, open_regular, store_errors
+from transport.runtime.service_unit import MARK, STEPS_SINCE, Service, unit_text
 
 RUNNING: Final = Path("/run/systemd/system")
 """Is there exactly while systemd is the machine's init: sd_booted(3)."""
 SYSTEM_UNITS: Final = Path("/etc/systemd/system")
 SLACK_S: Final = 60.0
 _ASK_S: Final = 10.0
+_UNIT_BYTES: Final = 64 * 1024
+_SHIPPED: Final = {
+    False: ("/run/systemd/system", "/usr/local/lib/systemd/system", "/usr/lib/systemd/system"),
+    True: ("/etc/systemd/user", "/usr/local/lib/systemd/user", "/usr/lib/systemd/user"),
+}
+"""Where other units are, by ``user_units``, that one of the same name in our folder would hide."""
 
 
 class Place(NamedTuple):
@@ -90,12 +97,13 @@ def install(service: Service, place: Place, *, named_by: Sequence[Path] = ()) ->
     others may write.
 
     Raises:
-        ConfigError: as ``unit_text`` and ``give``.
+        ConfigError: as ``unit_text``, ``check_unit`` and ``give``.
         StoreError: the folder cannot be written.
         ProcessFailed: systemd refused; says what it said.
     """
     path = place.folder / f"{service.name}.service"
     text = unit_text(service, systemd_version())
+    before = check_unit(service.name, place, _daemon(service.argv))
     _make(place.folder, 0o755)
     others = next((file for file in named_by if not _only_roots(file)), None)
     if others is not None and _uid(place.run_as) is not None:
@@ -105,7 +113,7 @@ def install(service: Service, place: Place, *, named_by: Sequence[Path] = ()) ->
             _make(folder, 0o700)
         give(service.writable, place.run_as)
     unit = f"{service.name}.service"
-    unchanged = path.exists() and path.read_text(encoding="utf-8") == text
+    unchanged = before == text
     if not unchanged:
         atomic_write(path, text.encode())
     lines = [f"{'unchanged' if unchanged else 'wrote'}: {path}"]
@@ -125,16 +133,17 @@ def install(service: Service, place: Place, *, named_by: Sequence[Path] = ()) ->
     return lines
 
 
-def uninstall(name: str, place: Place, stop_s: float) -> list[str]:
-    """Stop the daemon, within ``stop_s``, and remove its unit; returns what was done.
+def uninstall(name: str, place: Place, stop_s: float, *, component: str) -> list[str]:
+    """Stop the daemon ``component``, within ``stop_s``, and remove its unit; returns what was done.
 
     Raises:
-        ConfigError: there is no such unit.
+        ConfigError: there is no such unit, or as ``check_unit``.
         StoreError, ProcessFailed: as ``install``.
     """
     path = place.folder / f"{name}.service"
-    if not path.exists():
+    if not os.path.lexists(path):
         raise ConfigError(f"{path}: no such unit; name it with --service")
+    check_unit(name, place, component)
     if place.starts:
         _systemctl(place, "disable", "--now", path.name, within_s=stop_s + SLACK_S)
     with store_errors("remove", path):
@@ -142,6 +151,57 @@ def uninstall(name: str, place: Place, stop_s: float) -> list[str]:
     if place.starts:
         _systemctl(place, "daemon-reload")
     return [f"removed: {path}; the folders of the daemon are left as they are"]
+
+
+def check_unit(name: str, place: Place, component: str) -> str | None:
+    """The text of the unit ``name`` that is there, of farflow's daemon ``component`` ("agent");
+    None where there is none.
+
+    Raises:
+        ConfigError: it is not farflow's, or another daemon's, or would hide such a one.
+    """
+    path = place.folder / f"{name}.service"
+    text = _unit_of(path, component)
+    if text is None and not place.image:
+        for folder in _SHIPPED[place.user_units]:
+            _unit_of(Path(folder, path.name), component)
+    return text
+
+
+def _unit_of(path: Path, component: str) -> str | None:
+    remedy = "choose another --service"
+    try:
+        if path.is_symlink():
+            raise ConfigError(f"{path}: a symbolic link, which no unit of farflow is; {remedy}")
+        with open_regular(path) as file:
+            text = file.read(_UNIT_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; {remedy}") from error
+    started = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)
+    try:
+        daemon = _daemon(shlex.split(started[1])) if started else ""
+    except ValueError:
+        daemon = ""
+    if not daemon and not text.startswith(MARK):
+        raise ConfigError(f"{path}: is not farflow's and stays as it is; {remedy}")
+    if daemon != component:
+        raise ConfigError(
+            f"{path}: is of {f'the {daemon}' if daemon else 'some daemon'}, not of the {component},"
+            f" and stays as it is; {remedy}"
+        )
+    return text
+
+
+def _daemon(argv: Sequence[str]) -> str:
+    """Which of farflow's daemons a command starts, "" for none."""
+    for number in range(len(argv) - 2):
+        program, component, run = argv[number : number + 3]
+        module = program == "farflow" and number > 0 and argv[number - 1] == "-m"
+        if run == "run" and (module or program.endswith("/farflow")):
+            return component
+    return ""
 
 
 def systemd_version() -> int:
@@ -170,8 +230,11 @@ def _systemctl(place: Place, *arguments: str, within_s: float = SLACK_S) -> None
 
 
 def _make(folder: Path, mode: int) -> None:
-    with store_errors("create", folder):
-        folder.mkdir(mode, parents=True, exist_ok=True)
+    try:
+        with store_errors("create", folder):
+            folder.mkdir(mode, parents=True, exist_ok=True)
+    except FileNotFoundError as error:  # a file system that makes no folders, as /proc
+        raise StoreError(f"cannot create {folder}; choose another folder") from error
 
 
 def _uid(name: str) -> int | None:

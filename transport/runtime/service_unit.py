@@ -50,6 +50,10 @@ _NO_SANDBOX: Final = (
 """With a /proc that is partly covered nobody may mount one in a sandbox."""
 
 
+MARK: Final = "# Written by farflow;"
+"""How every unit of ours begins."""
+
+
 class Service(NamedTuple):
     """A daemon as systemd is to run it: in ``folder``, as ``user`` ("" where a user's own manager
     runs it). ``argv`` begins with the program's whole path; ``writable`` are absolute folders;
@@ -108,7 +112,7 @@ def unit_text(service: Service, systemd_version: int) -> str:
     target = "multi-user.target" if system else "default.target"
     sections = (("Unit", unit), ("Service", body), ("Install", [f"WantedBy={target}"]))
     text = "\n".join("\n".join((f"[{name}]", *lines, "")) for name, lines in sections)
-    return f"# Written by farflow; written anew by the command that installs it.\n{text}"
+    return f"{MARK} written anew by the command that installs it.\n{text}"
 
 
 def _is_temporary(path: Path) -> bool:
