@@ -2,7 +2,7 @@
 
 What always holds: what the folder says wrongly is skipped with a warning and never lets anybody
 in; a key that two files claim is refused; a change is seen within ``SCAN_INTERVAL_S`` of the next
-``refresh``.
+``refresh``, or, where the folder itself cannot be read, as soon as it can.
 """
 
 import os
@@ -62,11 +62,14 @@ class AllowList:
         if now < self._next_scan:
             return Refresh()
         self._next_scan = now + self.SCAN_INTERVAL_S
-        seen = self._fingerprint()
-        if seen == self._seen:
-            return Refresh()
-        self._seen = seen
-        peers, self.warnings = self._read()
+        try:
+            seen = self._fingerprint()
+            if seen == self._seen:
+                return Refresh()
+            peers, warnings = self._read()
+        except OSError as error:
+            return self._unreadable(error)
+        self._seen, self.warnings = seen, warnings
         before, self._peers = self._peers, peers
         removed = tuple(sorted(key for key in before if peers.get(key) != before[key]))
         return Refresh(
@@ -75,6 +78,16 @@ class AllowList:
             warnings=self.warnings,
             gone=tuple(before[key] for key in removed),
         )
+
+    def _unreadable(self, error: OSError) -> Refresh:
+        """Says so once. An error that ended the watching would switch revocation off for good."""
+        warning = (
+            f"{self._folder}: {error.strerror or error}; who was let in stays, and whom a change"
+            " keeps out is let in, until it can be read again"
+        )
+        known = self._seen is None and self.warnings == (warning,)
+        self._seen, self.warnings = None, (warning,)
+        return Refresh() if known else Refresh(warnings=self.warnings)
 
     def _fingerprint(self) -> tuple[tuple[str, int, int, int], ...]:
         found = []

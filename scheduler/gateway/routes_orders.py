@@ -1,7 +1,6 @@
 """What operators may order."""
 
 import re
-import tomllib
 from typing import Annotated, Any, Final, get_args
 
 import msgspec
@@ -13,13 +12,12 @@ from transport.errors import ConfigError
 from transport.messages import MAX_JOBS_PER_SUBMIT, Id
 from transport.runs import MAX_RUN_BYTES, RunSpec
 from transport.runtime.config import convert
+from transport.runtime.toml_text import toml_tables
 
 COMMANDS: Final[tuple[str, ...]] = get_args(Command)
 ORDERS: Final[tuple[str, ...]] = get_args(Order)
 MAX_DOTS: Final = 16
 """In one key of a run's file; none that a run has needs half of them."""
-MAX_DEPTH: Final = 32
-"""Lists and inline tables within each other there."""
 _STRING_OR_COMMENT: Final = re.compile(
     r""""{3}(?:[^"\\]|\\.|"{1,2}(?!"))*+(?:"{3,5}|.*)|"(?:[^"\\\n]|\\.)*+(?:"|.*)"""
     r"""|'{3}(?:[^']|'{1,2}(?!'))*+(?:'{3,5}|.*)|'[^'\n]*+(?:'|.*)|#[^\n]*+""",
@@ -55,7 +53,7 @@ def run_from_toml(text: str) -> RunSpec:
     """
     text = text.replace("\r\n", "\n")
     _check_shape(text)
-    data: dict[str, Any] = tomllib.loads(text)
+    data = toml_tables(text, "the file")
     head = data.get("run")
     if isinstance(head, dict):
         data = {**head, **{name: data[name] for name in _BESIDE if name in data}}
@@ -67,14 +65,9 @@ def _check_shape(text: str) -> None:
     key's parts. What is between strings and comments is looked at once."""
     if len(text) > MAX_RUN_BYTES:
         raise ConfigError(f"the file has {len(text)} characters, a run at most {MAX_RUN_BYTES}")
-    depth = 0
-    for part in re.finditer(r"[^][{}=,\n]+|[][{}]", _STRING_OR_COMMENT.sub("''", text)):
-        found = part[0]
-        depth += (found in "[{") - (found in "]}")
-        if depth > MAX_DEPTH:
-            raise ConfigError(f"more than {MAX_DEPTH} lists and tables within each other")
-        if found.count(".") > MAX_DOTS:
-            raise ConfigError(f"a key has more than {MAX_DOTS} dots: {found[:40]}")
+    for part in re.finditer(r"[^][{}=,\n]+", _STRING_OR_COMMENT.sub("''", text)):
+        if part[0].count(".") > MAX_DOTS:
+            raise ConfigError(f"a key has more than {MAX_DOTS} dots: {part[0][:40]}")
 
 
 async def _submit(call: Call) -> Done:

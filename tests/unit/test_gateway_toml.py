@@ -2,9 +2,10 @@
 
 import pytest
 
-from scheduler.gateway.routes_orders import MAX_DEPTH, MAX_DOTS, run_from_toml
+from scheduler.gateway.routes_orders import MAX_DOTS, run_from_toml
 from transport.errors import ConfigError
 from transport.runs import MAX_RUN_BYTES
+from transport.runtime.toml_text import MAX_DEPTH
 
 RUN = """
 [run]
@@ -50,7 +51,7 @@ def test_a_long_key_is_refused_at_once_wherever_it_is(text):
     ("text", "reason"),
     [
         ("#" * (MAX_RUN_BYTES + 1), "characters"),
-        ("a = " + "[" * (MAX_DEPTH + 1), "within each other"),
+        ("a = " + "[" * MAX_DEPTH + "]" * MAX_DEPTH, "within each other"),
         ("a = " + "{a=" * 60_000, "within each other"),
     ],
 )

@@ -8,9 +8,8 @@ import pytest
 import zmq
 
 from cloud_trainer.trainer_keys import load_keys
-from transport.authorized import AllowList, Refresh, read_authorized
+from transport.authorized import AllowList, Refresh
 from transport.errors import ConfigError
-from transport.key_files import files_with
 from transport.keys import (
     SERVICES,
     KeyPair,
@@ -389,34 +388,3 @@ def test_a_trainer_without_keys_is_told_the_command_that_makes_them(tmp_path):
     (tmp_path / "trainer-run-solver.toml").unlink()
     with pytest.raises(ConfigError, match=r"`farflow keys create FOLDER --trainer run/solver`"):
         load_keys(transport, "run/solver", link="", signing="")
-
-
-# ---- files that are none ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ["a = " + "[" * 3000, "a." * 200 + "a = 1", "a = " + "{a=" * 3000])
-def test_a_key_file_that_nests_too_deep_is_refused_and_skipped(tmp_path, text):
-    path = tmp_path / "deep.toml"
-    path.write_text(text)
-    path.chmod(0o600)
-    with pytest.raises(ConfigError, match=r"deep.toml: nested too deep"):
-        KeyPair.load(path)
-    found, warnings = read_authorized(tmp_path)
-    assert not found
-    assert warnings[0].endswith("; skipped")
-
-
-@pytest.mark.timeout(10)
-def test_what_is_no_regular_file_is_skipped_and_keeps_nobody_waiting(tmp_path):
-    pair = KeyPair.generate("paris", Role.AGENT)
-    write_public(tmp_path, "paris", pair)
-    (tmp_path / "paris.toml").rename(tmp_path / "elsewhere")
-    (tmp_path / "paris.toml").symlink_to("elsewhere")  # a link to a file is as good as one
-    os.mkfifo(tmp_path / "pipe.toml")
-    (tmp_path / "folder.toml").mkdir()
-    (tmp_path / "zero.toml").symlink_to("/dev/zero")
-    found, warnings = read_authorized(tmp_path)
-    assert [one.name for one in found] == ["paris"]
-    assert len(warnings) == 3
-    assert all("it is not a regular file" in warning for warning in warnings)
-    assert list(files_with(tmp_path, pair.public_key)) == [tmp_path / "paris.toml"]

@@ -133,9 +133,7 @@ def test_a_comparison_is_drawn(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     for place in (tmp_path / "none" / "x.png", Path("/dev/full")):
-        refused = CliRunner().invoke(
-            cli, ["run", "compare", str(tmp_path / "a"), "--plot", str(place)]
-        )
+        refused = CliRunner().invoke(cli, ["run", "compare", str(tmp_path), "--plot", str(place)])
         assert isinstance(refused.exception, ConfigError)
         assert str(place) in str(refused.exception)
 
