@@ -46,6 +46,7 @@ REFUSALS = {
     "received.malformed",
     "received.not_allowed",
     "received.other_version",
+    "received.unknown_kind",
     "hello_required",
     "refused.agent.duplicate",
 }
