@@ -70,4 +70,6 @@ class Submissions:
                 fault = await self._runner.check(run)
         except TimeoutError:
             _log.info("submission.not_checked", run=run.name, after_s=self._check_s)
+        except Exception:  # noqa: BLE001 - the run's own process will say what is wrong
+            _log.exception("submission.not_checked", run=run.name)
         self._put(msgspec.structs.replace(event, fault=fault) if fault else event)

@@ -100,7 +100,7 @@ class GivenCommands:
         for line in data.split(b"\n"):
             try:
                 expires, *key = msgspec.json.decode(line, type=_Line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue  # torn, or the nothing behind the last
             found[(key[0], key[1], key[2])] = expires
         self._forgotten = found.pop(_FORGOTTEN, 0.0)

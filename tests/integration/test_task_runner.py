@@ -243,6 +243,18 @@ class Core:
         return event
 
 
+class Broken(TaskRunner):
+    async def check(self, run: RunSpec) -> str:
+        raise ValueError(f"not foreseen of {run.name}")
+
+
+@pytest.mark.asyncio
+async def test_a_submission_comes_to_the_core_whatever_looking_at_it_meets(task):
+    core = Core(Broken(lambda event: None, random.Random(1)))
+    event = core.submit(run_spec(task))
+    await until(lambda: core.events == [event])
+
+
 @pytest.mark.asyncio
 async def test_a_submission_comes_to_the_core_with_what_is_wrong_with_its_sources(task):
     core = Core(runner())
