@@ -7,6 +7,10 @@ way it is written down in a line, on logits that come out of a linear layer. Eac
 of its own, one after the other, on one thread. *Memory* is the most that log-probabilities,
 entropies and gradient take beyond the logits; *time* is the processor's.
 
+Other rows count what a block keeps for the backward pass: bytes of the tensors that autograd holds,
+of weights' roundings and of anything else that does not grow with the tokens apart, from random
+blocks of the shapes of Qwen3-0.6B and Qwen3-1.7B (``SHAPES``) in both types.
+
 What always holds: both give the same log-probabilities, and the mark is the kernel's own
 (``VmHWM``, reset in between). A GPU has other times; its memory is that of the same tensors.
 """
@@ -29,6 +33,10 @@ QUICK_MEMORY_MAX = 0.5
 """What does not depend on the number of tokens weighs more then."""
 TIME_MAX = 1.2
 REFERENCE = "log_softmax of all at once"
+SHAPES = {"Qwen3-0.6B": (1024, 3072), "Qwen3-1.7B": (2048, 6144)}
+"""Hidden and intermediate size; 16 heads of 128, 8 of keys and values."""
+SEQUENCES = (128, 256)
+"""Tokens whose difference is counted."""
 _FEATURES = 8
 _WORK_LIMIT_S = 600
 
@@ -57,6 +65,16 @@ def measure(quick: bool) -> list[Row]:
                     ok=ratio <= limit,
                 )
             )
+    for model in SHAPES:
+        for kind in ("float32", "bfloat16"):
+            facts = _measured(way="block", kind=kind, tokens=0, model=model)
+            rows.append(
+                Row(
+                    metric=f"block of {model} in {kind}: activations",
+                    value=facts["bytes"] / 1e3,
+                    unit="kB/token",
+                )
+            )
     return rows
 
 
@@ -75,10 +93,12 @@ def _measured(**task: Any) -> dict[str, float]:
 # ---- in the process of its own ------------------------------------------------------------
 
 
-def _work(way: str, kind: str, tokens: int) -> dict[str, float]:
+def _work(way: str, kind: str, tokens: int, model: str = "") -> dict[str, float]:
     import torch
 
     torch.set_num_threads(1)
+    if way == "block":
+        return {"bytes": _block_bytes(kind, model)}
     passes = {"ours": _ours, "plain": _plain}[way]
     _pass_of(passes, kind, 2)  # what is loaded once is no part of it
     extra, seconds, mean = _pass_of(passes, kind, tokens)
@@ -119,6 +139,46 @@ def _plain(logits: Any, targets: Any) -> float:
         _ = -(everything.exp() * everything).sum(dim=-1)
     torch.autograd.grad(chosen.sum(), logits)
     return float(chosen.detach().mean())
+
+
+def _block_bytes(kind: str, model: str) -> float:
+    """What one block keeps per token."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from cloud_trainer.precision import computing
+
+    hidden, intermediate = SHAPES[model]
+    kept: list[int] = []
+    for blocks in (1, 2):
+        config = Qwen3Config(
+            vocab_size=64,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=blocks,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            attn_implementation="sdpa",
+        )
+        network = Qwen3ForCausalLM(config).train()
+        for tokens in SEQUENCES:
+            held: dict[int, int] = {}
+
+            def keep(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            with (
+                torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+                computing("bfloat16" if kind == "bfloat16" else "float32", "cpu"),
+            ):
+                logits = network(torch.zeros(1, tokens, dtype=torch.long), use_cache=False).logits
+            kept.append(sum(held.values()))
+            del logits
+    one_short, one_long, two_short, two_long = kept
+    return ((two_long - two_short) - (one_long - one_short)) / (SEQUENCES[1] - SEQUENCES[0])
 
 
 if __name__ == "__main__":

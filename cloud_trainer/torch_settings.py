@@ -41,7 +41,7 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     epsilon: Annotated[float, Meta(gt=0.0)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0.0)] = 1.0
-    micro_batch_tokens: Annotated[int, Meta(ge=1)] = 16384
+    micro_batch_tokens: Annotated[int, Meta(ge=1)] = 8192
     precision: Precision = "float32"
     gradient_checkpointing: bool = False
     lora: LoraTable | None = None

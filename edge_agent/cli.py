@@ -127,7 +127,8 @@ def enrol(token_file: str, folder: Path, name: str, new_key: bool, as_json: bool
     """
     import asyncio
 
-    from edge_agent.enrol import another_name, write_config
+    from edge_agent.agent_file import leads_elsewhere, write_config
+    from edge_agent.enrol import another_name
     from edge_agent.enrol import enrol as let_in
     from transport.runtime.files import private_dir
     from transport.runtime.logs import configure_logging
@@ -148,11 +149,12 @@ def enrol(token_file: str, folder: Path, name: str, new_key: bool, as_json: bool
         folder = private_dir(folder.absolute())
         facts = asyncio.run(run())
         path = write_config(folder, facts)
+        notes = [*another_name(facts, name), *leads_elsewhere(path, facts)]
     if as_json:
         click.echo(json.dumps({"name": facts.name, "host": facts.host, "config": str(path)}))
         return
     click.echo(f"enrolled as {facts.name} with {facts.host}")
-    for line in another_name(facts, name):
+    for line in notes:
         click.echo(line)
     click.echo(f"start it with: farflow agent run --config {path}")
 

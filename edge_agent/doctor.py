@@ -41,7 +41,7 @@ from transport.errors import ConfigError, FarflowError, LinkError, ProtocolError
 from transport.links import Link, Network, ServerKeys
 from transport.messages import PROTOCOL_VERSION, Plane, Probe, ProbeReply, Refuse
 from transport.plane_links import bracketed, link_options
-from transport.reaching import refuses_key
+from transport.reaching import family_of, refuses_key
 from transport.runtime.clock import Clock
 from transport.runtime.commands import run_command
 from transport.runtime.files import atomic_write, private_dir
@@ -202,14 +202,15 @@ class Doctor:
         try:
             async with asyncio.timeout(DNS_S):
                 found = await asyncio.get_running_loop().getaddrinfo(
-                    host, None, type=socket.SOCK_STREAM
+                    host, None, family=family_of(host), type=socket.SOCK_STREAM
                 )
         except TimeoutError as error:
             raise _Wrong(f"{host}: no answer in {DNS_S:g} s", "check the name server") from error
         except OSError as error:
             raise _Wrong(
                 f"{host}: {error.strerror or error}",
-                "check transport.host, and that this box can resolve names",
+                "check transport.host, and that this box can resolve names; a name needs an IPv4"
+                " address",
             ) from error
         return f"{host} is {', '.join(sorted({str(entry[4][0]) for entry in found}))}"
 
@@ -219,7 +220,7 @@ class Doctor:
         began_s = self._clock.monotonic_s()
         try:
             async with asyncio.timeout(TCP_S):
-                _, writer = await asyncio.open_connection(host, port)
+                _, writer = await asyncio.open_connection(host, port, family=family_of(host))
         except TimeoutError as error:
             raise _Wrong(
                 f"{host}:{port} does not answer within {TCP_S:g} s",

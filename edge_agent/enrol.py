@@ -18,9 +18,8 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import structlog
@@ -35,7 +34,7 @@ from transport.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from transport.key_files import load_toml, make_folder, to_toml, write_new
+from transport.key_files import load_toml, make_folder, to_toml
 from transport.keys import KeyPair, PublicKey, load_server_key
 from transport.links import Link, LinkOptions, Network
 from transport.messages import EnrolReply, EnrolRequest, Plane, Refuse, Role
@@ -49,8 +48,6 @@ from transport.reaching import (
     refuses_key,
     what_to_look_at,
 )
-from transport.runtime.config import convert
-from transport.runtime.config_text import commented_toml
 from transport.runtime.files import atomic_write
 from transport.runtime.settings import TransportConfig
 from transport.server_keys import PinnedServerKeys
@@ -203,42 +200,6 @@ def another_name(facts: Enrolment, wanted: str) -> list[str]:
         " (a token with a prefix numbers its boxes); another name needs a fresh --folder and a"
         " token without a prefix"
     ]
-
-
-def config_text(folder: Path, facts: Enrolment, settings: Mapping[str, Any]) -> str:
-    """The ``agent.toml`` of an enrolled agent, with every key that it could have; ``settings`` are
-    those of ``[agent]`` that its owner chose.
-
-    Raises:
-        ConfigError: a value of ``settings`` is wrong.
-    """
-    own = {**settings, "folder": str(folder / "state"), "key": str(folder / "keys" / KEY)}
-    transport = {
-        "host": facts.host,
-        "control_port": facts.control_port,
-        "trajectories_port": facts.trajectories_port,
-        "weights_port": facts.weights_port,
-        "keys": str(folder / "keys"),
-    }
-    convert({"agent": own, "transport": transport}, AgentConfig)
-    return commented_toml(
-        AgentConfig,
-        f"Agent {facts.name}, enrolled with {facts.host}. A line that begins with # and a key is a"
-        " setting at its default.\nStart it with: farflow agent run --config agent.toml",
-        {"transport": transport, "agent": own},
-    )
-
-
-def write_config(folder: Path, facts: Enrolment, settings: Mapping[str, Any] | None = None) -> Path:
-    """Write ``agent.toml`` unless there is one; returns its path.
-
-    Raises:
-        ConfigError: the folder cannot be written, or as ``config_text``.
-    """
-    path = folder / "agent.toml"
-    if not path.exists():
-        write_new(path, config_text(folder, facts, settings or {}), mode=0o644)
-    return path
 
 
 # ---- steps ---------------------------------------------------------------------------------------

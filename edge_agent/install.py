@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from edge_agent.agent_file import leads_elsewhere, write_config
 from edge_agent.config import AgentConfig, AgentTable
 from edge_agent.draining import CLOSING_S
-from edge_agent.enrol import another_name, enrol, enrolled, write_config
+from edge_agent.enrol import another_name, enrol, enrolled
 from transport.errors import ConfigError
 from transport.runtime.config import load_config
 from transport.runtime.config_text import toml_value
@@ -76,6 +77,7 @@ def install_agent(
     if token_file is not None:
         lines.append(f"kept: the enrolment in {folder / 'keys'}; {token_file} was not used")
     lines += [f"kept: {_said(table)} ({file}); change it there" if kept else f"wrote: {file}"]
+    lines += leads_elsewhere(file, facts)
     writable = _writable(Path(table.folder).absolute(), folder, file, place.run_as)
     give(writable, place.run_as)
     cache = folder / "cache"

@@ -91,17 +91,23 @@ class Reaching:
             raise
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """The addresses that links look for: of IPv4 alone (as libzmq's sockets do), unless ``host`` is
+    an address of IPv6."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 async def why_no_tcp(endpoint: str, within_s: float = LOOK_S) -> str:
     """Why there is no TCP connection to ``tcp://HOST:PORT``; "" when there is one. Takes at most
     twice ``within_s``."""
     parts = urlsplit(endpoint)
     host, port = parts.hostname or "", parts.port
-    # As libzmq, whose sockets look for IPv4 only unless the address is one of IPv6.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(within_s):
-            found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+            found = await loop.getaddrinfo(
+                host, port, family=family_of(host), type=socket.SOCK_STREAM
+            )
     except TimeoutError:
         return f"{NAME}: no name server answers within {within_s:g} s"
     except (OSError, UnicodeError) as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,25 @@ async def test_the_first_thing_that_is_wrong_is_named_with_its_remedy(
     assert patient.first is not None
     assert patient.first.probe == probe
     assert remedy in patient.first.remedy
+
+
+@pytest.mark.asyncio
+async def test_a_name_without_an_address_that_links_look_for_is_no_good_name(patient, monkeypatch):
+    found = socket.getaddrinfo
+
+    def of_ipv6_alone(host: str, port: Any, family: int = 0, *more: int) -> object:
+        if host != "six.example":
+            return found(host, port, family, *more)
+        if family == socket.AF_INET:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2001:db8::1", 0, 0, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", of_ipv6_alone)
+    patient.transport["host"] = "six.example"
+    await patient.examine()
+    assert patient.first is not None
+    assert patient.first.probe == "dns"
+    assert "IPv4" in patient.first.remedy
 
 
 @pytest.mark.asyncio

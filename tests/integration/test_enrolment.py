@@ -14,8 +14,9 @@ import pytest_asyncio
 import structlog
 import zmq
 
+from edge_agent.agent_file import leads_elsewhere, write_config
 from edge_agent.config import AgentConfig, AgentTable
-from edge_agent.enrol import enrol, enrolled, enrolled_config, write_config
+from edge_agent.enrol import enrol, enrolled, enrolled_config
 from scheduler.enrolment import OPTIONS, Enrolment, RateLimit, Rates
 from scheduler.tokens import TokenStore, revoke_key
 from transport.authorized import AllowList
@@ -184,6 +185,12 @@ async def test_an_agent_with_a_token_gets_all_it_needs(world, tmp_path):
     config = load_config(AgentConfig, [path], []).value
     assert config.transport.weights_port == 7702
     assert KeyPair.load(Path(config.agent.key)) == own
+    assert leads_elsewhere(path, facts) == []
+    moved = msgspec.structs.replace(facts, host="10.0.0.7", weights_port=9702)
+    assert write_config(folder, moved) == path
+    (said,) = leads_elsewhere(path, moved)
+    assert "transport.host = 127.0.0.1, transport.weights_port = 7702" in said
+    assert "10.0.0.7, 9702" in said
 
 
 async def test_enrolling_again_changes_nothing_and_asks_whether_the_key_is_let_in(world, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from edge_agent import install as module
-from edge_agent.enrol import config_text
+from edge_agent.agent_file import config_text
 from edge_agent.install import default_folder, install_agent
 from transport.errors import ConfigError
 from transport.keys import KeyPair

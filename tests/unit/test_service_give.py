@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from edge_agent import install as install_module
-from edge_agent.enrol import config_text
+from edge_agent.agent_file import config_text
 from edge_agent.install import install_agent
 from scheduler.cli import scheduler_group
 from transport.errors import ConfigError
