@@ -1,32 +1,26 @@
 """What engines have in common that do not draw themselves: a vLLM in processes of its own does, or
 a server.
 
-What always holds: texts are made in the agent, with the policy's own tokenizer; a policy changes
-for one caller at a time; time counts as busy while at least one sequence has a place.
+What always holds: a policy changes for one caller at a time; time counts as busy while at least one
+sequence has a place.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from edge_agent.engine import NO_ARGUMENTS, Chat, EngineStats, TemplateArguments, Tools
-from edge_agent.engines.chat_tokenizer import ChatTokenizer
+from edge_agent.engine import EngineStats
+from edge_agent.engines.hosted_texts import Hosted, HostedTexts
 from edge_agent.engines.vllm_room import Admission
 from transport.errors import GenerationFailed
 from transport.runtime.clock import Clock, SystemClock
 
-
-class Hosted(Protocol):
-    """A loaded policy."""
-
-    @property
-    def tokenizer(self) -> ChatTokenizer: ...
-
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 H = TypeVar("H", bound=Hosted)
 
 
-class HostingEngine(Generic[H]):
+class HostingEngine(HostedTexts, Generic[H]):
     """``cap`` bounds the sequences of all policies that have a place at one time (0: it does
     not)."""
 
@@ -41,36 +35,6 @@ class HostingEngine(Generic[H]):
         self._tokens_drawn = 0
         self._busy_s = 0.0
         self._busy_since_s: float | None = None
-
-    def encode(
-        self, policy: str, prompt: str, arguments: TemplateArguments = NO_ARGUMENTS
-    ) -> tuple[int, ...]:
-        """See ``Engine.encode``; raises GenerationFailed when the policy is not loaded."""
-        return self._find(policy).tokenizer.encode(prompt, arguments)
-
-    def encode_chat(
-        self,
-        policy: str,
-        messages: Chat,
-        tools: Tools = (),
-        arguments: TemplateArguments = NO_ARGUMENTS,
-    ) -> tuple[int, ...]:
-        """See ``Engine.encode_chat``."""
-        return self._find(policy).tokenizer.encode_chat(messages, tools, arguments)
-
-    def encode_next(
-        self,
-        policy: str,
-        answer: Sequence[int],
-        messages: Chat,
-        arguments: TemplateArguments = NO_ARGUMENTS,
-    ) -> tuple[int, ...]:
-        """See ``Engine.encode_next``."""
-        return self._find(policy).tokenizer.encode_next(answer, messages, arguments)
-
-    def decode(self, policy: str, tokens: Sequence[int]) -> str:
-        """See ``Engine.decode``; raises GenerationFailed when the policy is not loaded."""
-        return self._find(policy).tokenizer.decode(tokens)
 
     def stats(self) -> EngineStats:
         """See ``Engine.stats``."""

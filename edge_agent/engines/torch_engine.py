@@ -22,22 +22,19 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 import structlog
 
 from edge_agent.engine import (
-    NO_ARGUMENTS,
-    Chat,
     Completion,
     EngineStats,
     GenerationRequest,
     Positions,
-    TemplateArguments,
-    Tools,
 )
+from edge_agent.engines.hosted_texts import HostedTexts
 from edge_agent.engines.torch_bases import Bases
 from edge_agent.engines.torch_decoding import Row, Wave
 from edge_agent.engines.torch_inbox import Close, OpenRequest, Swap, answer
@@ -54,7 +51,7 @@ _TORCH_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, Typ
 """What a model's own forward code raises."""
 
 
-class TorchEngine:
+class TorchEngine(HostedTexts):
     """``Engine`` over transformers. ``dtype`` auto: float32 on a CPU, published type elsewhere;
     ``swap`` auto: by reference on a CPU, in place elsewhere (``torch_policy``).
 
@@ -116,41 +113,11 @@ class TorchEngine:
             self._inbox.put(Close())
             await asyncio.to_thread(thread.join)
 
-    def encode(
-        self, policy: str, prompt: str, arguments: TemplateArguments = NO_ARGUMENTS
-    ) -> tuple[int, ...]:
-        """See ``Engine.encode``; raises GenerationFailed when the policy is not loaded."""
-        return self._hosted(policy).tokenizer.encode(prompt, arguments)
-
-    def encode_chat(
-        self,
-        policy: str,
-        messages: Chat,
-        tools: Tools = (),
-        arguments: TemplateArguments = NO_ARGUMENTS,
-    ) -> tuple[int, ...]:
-        """See ``Engine.encode_chat``."""
-        return self._hosted(policy).tokenizer.encode_chat(messages, tools, arguments)
-
-    def encode_next(
-        self,
-        policy: str,
-        answer: Sequence[int],
-        messages: Chat,
-        arguments: TemplateArguments = NO_ARGUMENTS,
-    ) -> tuple[int, ...]:
-        """See ``Engine.encode_next``."""
-        return self._hosted(policy).tokenizer.encode_next(answer, messages, arguments)
-
-    def decode(self, policy: str, tokens: Sequence[int]) -> str:
-        """See ``Engine.decode``; raises GenerationFailed when the policy is not loaded."""
-        return self._hosted(policy).tokenizer.decode(tokens)
-
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See ``Engine.generate``."""
         if self._thread is None:
             raise GenerationFailed(f"{request.request_id}: the engine is not running")
-        policy = self._hosted(request.policy)
+        policy = self._find(request.policy)
         policy.check(request)
         loop = asyncio.get_running_loop()
         rows = [policy.row(request, sibling) for sibling in range(request.n)]
@@ -204,11 +171,11 @@ class TorchEngine:
 
     def read_weights(self, policy: str) -> Iterator[tuple[str, TensorBytes]]:
         """See ``Engine.read_weights``."""
-        return self._hosted(policy).read_weights()
+        return self._find(policy).read_weights()
 
     def read_cells(self, policy: str, tensor: str, positions: Positions) -> Cells:
         """See ``Engine.read_cells``."""
-        return self._hosted(policy).read_cells(tensor, positions)
+        return self._find(policy).read_cells(tensor, positions)
 
     def stats(self) -> EngineStats:
         """See ``Engine.stats``."""
@@ -219,7 +186,7 @@ class TorchEngine:
             waiting=len(self._waiting) + self._inbox.qsize(),
         )
 
-    def _hosted(self, policy: str) -> HostedPolicy:
+    def _find(self, policy: str) -> HostedPolicy:
         try:
             return self._policies[policy]
         except KeyError:
