@@ -1,4 +1,4 @@
-"""Alerts that only the daemon can raise: its loop, its disk, the clocks of its agents.
+"""Alerts that only the daemon can raise: its loop, its disk, its keys, the clocks of its agents.
 
 What always holds: an alert stands for as long as its condition does and keeps the moment at which
 that began; looking at the disk never waits on the event loop.
@@ -41,7 +41,8 @@ class Disk(NamedTuple):
 
 class Alerts:
     """``folder`` is the scheduler's, ``log_folder`` that of the bodies. ``now`` is the
-    core's clock and ``lag_s`` the longest that the loop was held up lately."""
+    core's clock, ``lag_s`` the longest that the loop was held up lately, and ``keys`` what is
+    wrong in the folder of keys that are let in."""
 
     def __init__(
         self,
@@ -51,12 +52,14 @@ class Alerts:
         *,
         now: Callable[[], float],
         lag_s: Callable[[], float],
+        keys: Callable[[], Sequence[str]],
     ) -> None:
         self._folder = folder
         self._log_folder = log_folder
         self._log_limit_bytes = log_limit_bytes
         self._now = now
         self._lag_s = lag_s
+        self._keys = keys
         self._disk: Disk | None = None
         self._since: dict[tuple[str, str], float] = {}
 
@@ -111,6 +114,11 @@ class Alerts:
                 "scheduler a processor of its own, or fewer agents"
             )
             yield "loop.lag", "scheduler", text
+        keys = self._keys()
+        if keys:
+            more = f" ({len(keys) - 1} more)" if len(keys) > 1 else ""
+            text = f"of the keys that are let in, some are not what they say: {keys[0]}{more}"
+            yield "keys.skipped", "scheduler", text
         disk = self._disk
         if disk is None:
             return

@@ -190,6 +190,7 @@ class _Daemon:
             config.scheduler.trajectory_disk_bytes,
             now=self._decider.now,
             lag_s=lambda: self._decider.loop_lag_s,
+            keys=lambda: self._hub.allowed.warnings,
         )
         self._plane.gauges = self._gauges
         self._plane.alerts = self._alerts.standing

@@ -16,6 +16,7 @@ from scheduler.control_plane import ControlPlane, fitting
 from scheduler.operator import Operator
 from scheduler.segment_damage import DamageBook
 from scheduler.segment_records import Gap
+from transport.authorized import AllowList
 from transport.keys import Peer
 from transport.memory_links import MemoryNetwork
 from transport.messages import (
@@ -132,6 +133,7 @@ class Watched:
     def __init__(self, folder: Path, log_limit_bytes: int = 1000) -> None:
         self.now = 10.0
         self.lag_s = 0.0
+        self.keys: list[str] = []
         (folder / "bodies").mkdir(exist_ok=True)
         self.alerts = Alerts(
             folder,
@@ -139,6 +141,7 @@ class Watched:
             log_limit_bytes,
             now=lambda: self.now,
             lag_s=lambda: self.lag_s,
+            keys=lambda: self.keys,
         )
 
     def codes(self, *agents: AgentStatus) -> list[tuple[str, str, float]]:
@@ -157,6 +160,28 @@ def test_a_loop_that_is_held_up_is_an_alert_for_as_long_as_it_lasts(tmp_path: Pa
     assert watched.codes() == []
     watched.lag_s, watched.now = 0.6, 30.0
     assert watched.codes() == [("loop.lag", "scheduler", 30.0)]
+
+
+def test_a_folder_of_keys_that_cannot_be_read_is_an_alert_while_that_lasts(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    folder = tmp_path / "authorized"
+    folder.mkdir()
+    allowed = AllowList(folder, now=0.0)
+    watched.keys = list(allowed.warnings)
+    assert watched.codes() == []
+    (folder / "a.toml").write_text("nonsense")
+    (folder / "b.toml").write_text("nonsense")
+    allowed.refresh(now=1e6)
+    watched.keys = list(allowed.warnings)
+    assert watched.codes() == [("keys.skipped", "scheduler", 10.0)]
+    (alert,) = watched.alerts.standing([])
+    assert "a.toml" in alert.message
+    assert "(1 more)" in alert.message
+    (folder / "a.toml").unlink()
+    (folder / "b.toml").unlink()
+    allowed.refresh(now=2e6)
+    watched.keys = list(allowed.warnings)
+    assert watched.codes() == []
 
 
 def test_clocks_that_are_off_are_named_up_to_a_bound(tmp_path: Path) -> None:
