@@ -6,6 +6,7 @@ need no rule here; positions and bits are worked out in the agent, a worker only
 where it is told; published bits that the worker keeps in a wider type come back unchanged.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -110,11 +111,13 @@ def box(
 
 
 class Storage(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of a worker: of which parameter, its safetensors type, how many cells."""
+    """Memory of a worker: of which parameter, its safetensors type, how many cells; ``wanted`` of
+    them are a parameter's that the loader does not fill itself, as it does with padding."""
 
     name: str
     dtype: str
     cells: int
+    wanted: int = 0
 
 
 class WorkerMap(msgspec.Struct, frozen=True, array_like=True):
@@ -149,10 +152,12 @@ class Write(NamedTuple):
 
 
 def check_maps(forms: Mapping[str, TensorForm], maps: Sequence[WorkerMap]) -> None:
-    """Whether each tensor of the folder lies somewhere, in a type that holds its bits.
+    """Whether each tensor of the folder lies somewhere, in a type that holds its bits, and each
+    parameter of vLLM's gets its cells: vLLM computes with whatever was in the memory of one that no
+    tensor fills (its own look leaves out linear layers and embeddings).
 
     Raises:
-        ModelError: names the tensor and what vLLM does with it.
+        ModelError: names the tensor and what vLLM does with it, or the parameter.
     """
     for name, form in forms.items():
         for found in maps:
@@ -171,6 +176,24 @@ def check_maps(forms: Mapping[str, TensorForm], maps: Sequence[WorkerMap]) -> No
                     f"tensor {name!r} is {form.dtype} in the folder and {', '.join(sorted(kinds))} "
                     "in vLLM, which loses bits; set [agent.vllm] dtype to the folder's type"
                 )
+    for found in maps:
+        _check_filled(found)
+
+
+def _check_filled(found: WorkerMap) -> None:
+    sizes: dict[int, list[int]] = {}
+    for each in itertools.chain.from_iterable(found.boxes.values()):
+        sizes.setdefault(each.storage, []).append(each.cells)
+    for number, storage in enumerate(found.storages):
+        filled = sizes.get(number, [])
+        missing = storage.wanted - sum(filled)
+        # What a tensor leaves out is padding while it is less than any tensor there.
+        if missing > 0 and missing >= min(filled, default=1):
+            raise ModelError(
+                f"no tensor of the folder fills {missing} of the {storage.wanted} cells of vLLM's"
+                f" parameter {storage.name!r}: publish all tensors of the model that config.json"
+                " describes, or mend that (tie_word_embeddings, attention_bias)"
+            )
 
 
 def kept_type(name: str, form: TensorForm, maps: Sequence[WorkerMap]) -> str:

@@ -11,12 +11,14 @@ storage's item size, and positions as 8-byte integers, each aligned to 64 bytes.
 
 import mmap
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,6 +44,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._keep: list[torch.Tensor] = []
         self.boxes: dict[str, list[Box]] = {}
         self.strange: dict[str, str] = {}
+        self.filled: Counter[int] = Counter()  # cells of each home that the loader has values for
 
     def __torch_dispatch__(
         self,
@@ -62,13 +65,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._copied(target, source)
         elif isinstance(source, torch.Tensor) and _address(source) in self._names:
             self._note(self._names[_address(source)], f"{func} of it")
+        elif _address(target) in self._homes:
+            self.filled[self._homes[_address(target)]] += target.numel()
         return target  # nothing is written: what is there stays
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name = self._names.get(_address(source))
-        if name is None:
-            return
         home = self._homes.get(_address(target))
+        if name is None:
+            if home is not None:
+                self.filled[home] += target.numel()
+            return
         found = None
         if home is not None and target.shape == source.shape and target.numel():
             found = box(
@@ -170,7 +177,8 @@ class WeightWriter:
                 flat = torch.empty(0, dtype=bits, device=parameter.device)
                 flat.set_(parameter.untyped_storage())
                 self._storages.append(flat)
-                storages.append(Storage(name, _NAMES[parameter.dtype], flat.numel()))
+                wanted = parameter.numel() if isinstance(parameter, torch.nn.Parameter) else 0
+                storages.append(Storage(name, _NAMES[parameter.dtype], flat.numel(), wanted))
         probes = {
             name: torch.empty(tuple(shape), dtype=_TYPES[dtype]) for name, dtype, shape in tensors
         }
@@ -178,7 +186,11 @@ class WeightWriter:
         with torch.no_grad(), recorder:
             load(probes)
         boxes = {name: tuple(found) for name, found in recorder.boxes.items()}
-        return WorkerMap(tuple(storages), boxes, recorder.strange)
+        known = [
+            msgspec.structs.replace(each, wanted=max(0, each.wanted - recorder.filled[number]))
+            for number, each in enumerate(storages)
+        ]
+        return WorkerMap(tuple(known), boxes, recorder.strange)
 
     # ---- writing -------------------------------------------------------------------------------
 

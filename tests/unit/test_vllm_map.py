@@ -145,3 +145,26 @@ def test_a_map_that_loses_cells_or_bits_is_refused():
         check_maps(FORMS, [of(whole, dtype="F16")])
     with pytest.raises(ModelError, match=r"more than copy tensor 'w': aten\.t"):
         check_maps(FORMS, [of(whole, strange={"w": "aten.t of it"}.items())])
+
+
+@pytest.mark.parametrize(
+    ("boxes", "wanted", "missing"),
+    [
+        ([], 8, 8),  # a head without a tensor
+        ([(0, 24)], 30, 0),  # padding is less than any tensor
+        ([(0, 24)], 48, 24),  # k without v
+        ([(0, 24), (24, 24)], 48, 0),
+        ([(0, 24), (0, 24)], 24, 0),  # tied
+    ],
+)
+def test_a_parameter_that_no_tensor_fills_is_refused_by_name(boxes, wanted, missing):
+    """Or vLLM would draw with whatever was in that memory, and all that can be read be right."""
+    storages = (Storage("w.weight", "BF16", 24), Storage("p.weight", "BF16", 64, wanted))
+    own = box(0, (24,), 0, (1,), 0, (1,))
+    there = [box(1, (size,), 0, (1,), start, (1,)) for start, size in boxes]
+    found = WorkerMap(storages, {"w": (own, *there)}, {})
+    if not missing:
+        check_maps(FORMS, [found])
+        return
+    with pytest.raises(ModelError, match=f"fills {missing} of the {wanted} .*'p.weight'"):
+        check_maps(FORMS, [found])

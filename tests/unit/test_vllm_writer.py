@@ -89,6 +89,22 @@ def test_recording_writes_nothing_and_finds_every_cell(loaded):
         check_maps(FORMS, [loaded.map])
 
 
+def test_parameters_that_no_tensor_fills_are_seen_and_padding_is_not(loaded):
+    from torch import nn
+
+    loaded.model.register_parameter("bias", nn.Parameter(loaded.model.t.data[0].clone()))
+    loaded.model.register_buffer("table", loaded.model.t.data[0].clone())
+    forms = {**FORMS, "t": TensorForm("BF16", 12)}
+    for left_out, what in {"k": "12 of the 36 .*'qk'", "": "6 of the 6 .*'bias'"}.items():
+        brought = {name: shape for name, shape in SHAPES.items() if name != left_out}
+        tensors = [(name, "BF16", shape) for name, shape in brought.items()]
+        places = (*loaded.model.named_parameters(), *loaded.model.named_buffers())
+        found = loaded.writer.record(tensors, places, loaded.load)
+        assert {each.name: each.wanted for each in found.storages}["head"] == 30
+        with pytest.raises(ModelError, match=what):
+            check_maps({name: forms[name] for name in brought}, [found])
+
+
 @pytest.mark.parametrize("spoil", ["k", "t"])
 def test_a_loader_that_does_more_than_copy_is_seen(spoil):
     made = Loaded(spoil)
