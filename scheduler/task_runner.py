@@ -7,9 +7,7 @@ not sent again; a process that dies again and again without an answer is not res
 
 import asyncio
 import contextlib
-import os
 import random
-import signal
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from scheduler.task_source import (
     frame,
 )
 from transport.runs import HELD_OUT, RunSpec
+from transport.runtime.commands import Talk, start_talk
 from transport.runtime.processes import child_environment
 
 MAX_DEATHS: Final = 5
@@ -88,10 +87,10 @@ class TaskRunner:
         """What is wrong with a run's task sources, as a process of its own finds that opens them
         and draws nothing; nothing if it cannot say. Cancelling it ends the process."""
         try:
-            process = await _started(self._argv)
+            talk = await _started(self._argv)
         except OSError:
             return ""  # the run's own process will say so
-        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+        stdin, stdout, stderr = talk.stdin, talk.stdout, talk.stderr
         assert stdin is not None  # noqa: S101 - asked for as a pipe
         assert stdout is not None  # noqa: S101 - likewise
         assert stderr is not None  # noqa: S101 - likewise
@@ -105,8 +104,7 @@ class TaskRunner:
             answer = None
         finally:
             emptied.cancel()
-            _kill(process)
-            await process.wait()  # killed: it takes no time
+            await talk.end()
         return answer.message if isinstance(answer, SourceFailed) else ""
 
     def produce(
@@ -155,7 +153,7 @@ class _RunSource:
         self._max_deaths = max_deaths
         self._first_restart_s = first_restart_s
         self._outstanding: deque[SourceRequest] = deque()
-        self._process: asyncio.subprocess.Process | None = None
+        self._talk: Talk | None = None
         self._deaths = 0
         self._tail = b""
         self._task = asyncio.get_running_loop().create_task(
@@ -166,7 +164,7 @@ class _RunSource:
         if request in self._outstanding or len(self._outstanding) >= MAX_OUTSTANDING:
             return
         self._outstanding.append(request)
-        if self._process is not None:
+        if self._talk is not None:
             self._write(frame(request))
 
     async def close(self) -> None:
@@ -177,18 +175,18 @@ class _RunSource:
     async def _keep_running(self) -> None:
         while True:
             try:
-                process = await _started(self._argv)
+                talk = await _started(self._argv)
             except OSError as error:
                 self._fail("task.process", f"cannot start {self._argv[0]}: {error}")
                 return
             try:
-                failed = await self._converse(process)
+                failed = await self._converse(talk)
             finally:
-                await self._end(process)
+                await _ended(talk)
             if failed:
                 return
             self._deaths += 1
-            status = process.returncode
+            status = talk.returncode
             if self._deaths >= self._max_deaths:
                 tail = self._tail.decode("utf-8", "replace").strip()
                 self._fail("task.process", f"ended {self._deaths} times (status {status}): {tail}")
@@ -197,12 +195,12 @@ class _RunSource:
             delay_s = min(MAX_RESTART_S, self._first_restart_s * 2 ** (self._deaths - 1))
             await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
 
-    async def _converse(self, process: asyncio.subprocess.Process) -> bool:
+    async def _converse(self, talk: Talk) -> bool:
         """Until the process ends; returns whether the source has failed for good."""
-        stdout, stderr = process.stdout, process.stderr
+        stdout, stderr = talk.stdout, talk.stderr
         assert stdout is not None  # noqa: S101 - asked for as a pipe
         assert stderr is not None  # noqa: S101 - likewise
-        self._process, self._tail = process, b""
+        self._talk, self._tail = talk, b""
         tail = asyncio.create_task(self._keep_tail(stderr))
         try:
             self._write(frame(self._run))
@@ -220,7 +218,7 @@ class _RunSource:
             await asyncio.wait([tail], timeout=STOP_GRACE_S)
             return False
         finally:
-            self._process = None
+            self._talk = None
             tail.cancel()
 
     def _answered(self, answer: SourceItems) -> None:
@@ -255,50 +253,38 @@ class _RunSource:
 
     def _write(self, data: bytes) -> None:
         # The pipe may be gone; the reader sees the end of the process.
-        if self._process is not None and self._process.stdin is not None:
+        if self._talk is not None and self._talk.stdin is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._process.stdin.write(data)
+                self._talk.stdin.write(data)
 
     async def _keep_tail(self, stderr: asyncio.StreamReader) -> None:
         while data := await stderr.read(4096):
             self._tail = (self._tail + data)[-STDERR_TAIL_BYTES:]
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """The end of its input ends it; what lingers is killed with its group."""
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
+
+async def _ended(talk: Talk) -> None:
+    """The end of its input ends it; what lingers is killed with its group."""
+    if talk.stdin is not None:
+        talk.stdin.close()
+    try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_GRACE_S):
-                await process.wait()
-        except (TimeoutError, asyncio.CancelledError) as error:
-            _kill(process)
-            await process.wait()  # killed: it takes no time
-            if isinstance(error, asyncio.CancelledError):
-                raise
+                await talk.wait()
+    finally:
+        await talk.end()
 
 
-async def _started(argv: tuple[str, ...]) -> asyncio.subprocess.Process:
+async def _started(argv: tuple[str, ...]) -> Talk:
     """Raises OSError when there is no such program."""
-    return await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        # Some generators iterate over sets: else items would differ per process.
-        env=child_environment({"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}),
-        start_new_session=True,
-    )
+    # Some generators iterate over sets: else items would differ per process.
+    fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    return await start_talk(argv, environment=child_environment(fixed))
 
 
 async def _emptied(stream: asyncio.StreamReader) -> None:
     """Read a pipe to its end, so that nobody waits for room in it."""
     while await stream.read(4096):
         pass
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _read_frame(stream: asyncio.StreamReader) -> bytes | None:

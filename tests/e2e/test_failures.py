@@ -82,6 +82,7 @@ async def test_a_killed_trainer_returns_what_no_checkpoint_holds(
         assert run.deployment.restarts("trainer-solver") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_an_agent_that_joins_late_takes_its_share(work: Path, tmp_path: Path) -> None:
     async with running(write_toy(work, steps=STEPS, agents=LATE), tmp_path / "run") as run:
@@ -93,6 +94,7 @@ async def test_an_agent_that_joins_late_takes_its_share(work: Path, tmp_path: Pa
         clean(await run.finish())
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_link_that_goes_down_delays_but_loses_nothing(work: Path, tmp_path: Path) -> None:
     async with running(write_toy(work, steps=STEPS, agents=LINKED), tmp_path / "run") as run:
@@ -115,6 +117,7 @@ async def test_who_is_stopped_politely_or_before_it_was_ready_comes_back(
         clean(await run.finish())
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_dead_trajectory_log_and_weight_store_are_started_again(
     work: Path, tmp_path: Path

@@ -47,8 +47,8 @@ class Runner:
         )
 
     def pid(self) -> int | None:
-        process = self.runner._runs["sums"]._process
-        return None if process is None else process.pid
+        talk = self.runner._runs["sums"]._talk
+        return None if talk is None else talk.pid
 
     def indices(self, kind: str) -> list[int]:
         produced = [e for e in self.events if isinstance(e, ItemsProduced) and e.kind == kind]
@@ -118,6 +118,22 @@ while (data := read_frame(sys.stdin.buffer)) is not None:
     out.write(frame(SourceItems(kind=request.kind, start=request.start, items=items)))
     out.flush()
 """
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ends", ["", "; sys.stdin.read(); time.sleep(60)"])
+async def test_a_process_that_floods_its_output_leaves_nothing_open(task, ends):
+    flood = "import sys, time; sys.stdout.buffer.write(b'x' * 2_000_000); sys.stdout.flush()"
+    open_before = len(os.listdir("/proc/self/fd"))
+    r = Runner(argv=(sys.executable, "-c", flood + ends), max_deaths=2)
+    r.runner.start(run_spec(task))
+    r.runner.produce("sums", "train", 0, 1)
+    if not ends:
+        await until(lambda: r.events)
+    else:
+        await until(lambda: r.pid() is not None)
+    await r.runner.close()
+    assert len(os.listdir("/proc/self/fd")) <= open_before
 
 
 @pytest.mark.asyncio
