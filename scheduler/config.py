@@ -24,7 +24,7 @@ class SchedulerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ``tenant_shares`` weighs the tenants of runs (1 where not named); ``egress_usd_gb`` is what 10^9
     bytes of weights that leave here cost.
     ``data_modules`` are the modules whose filters, replay selectors and curators runs may name;
-    they are imported here, at the start, and run beside the deciding loop.
+    they are imported here, at the start, and run on the deciding loop: they must be quick.
     ``task_modules`` are the modules whose functions runs may name as task sources (``[task]
     function``); they are imported in the process that makes a run's items, never in ours."""
 

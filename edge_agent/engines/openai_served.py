@@ -20,6 +20,7 @@ from edge_agent.engines.openai_weights import Forms, ServerWeights, wake
 from edge_agent.engines.openai_wire import (
     COMPLETIONS,
     GENERATE,
+    MALFORMED,
     Address,
     ServerAway,
     ServerBusy,
@@ -203,7 +204,7 @@ def served_model(address: Address, server: OpenaiServer, within_s: float) -> _Mo
         listed = msgspec.json.decode(data, type=_Models).data
     except ServerBusy:
         raise
-    except (GenerationFailed, msgspec.DecodeError) as error:
+    except (GenerationFailed, *MALFORMED) as error:
         raise ModelError(f"{address.url}: lists no models: {error}") from error
     names = ", ".join(repr(model.id) for model in listed) or "nothing"
     if server.model:

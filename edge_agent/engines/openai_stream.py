@@ -18,6 +18,7 @@ from edge_agent.engines.openai_wire import NO_LOGPROB, Piece, ServerAway, ask, f
 from transport.errors import EngineCrashed, GenerationFailed
 
 _ERROR_BYTES: Final = 64 * 1024
+_ROUNDING: Final = 1e-3  # a log-probability of a token that is certain may be so much above 0
 
 
 class Stale(Exception):
@@ -125,6 +126,12 @@ class Drawing:
             raise GenerationFailed(f"{name}: the server ended it: {last.finish_reason}")
         if not all(math.isfinite(number) and number > NO_LOGPROB for number in logprobs):
             raise GenerationFailed(f"{name}: the server's logits are not finite")
+        if not tokens:
+            raise GenerationFailed(f"{name}: the server ended it without a token")
+        if max(logprobs) > _ROUNDING:
+            raise GenerationFailed(
+                f"{name}: the server gives a log-probability of {max(logprobs):g}: that is none"
+            )
         versions = (version,) * len(tokens)
         if self._served.weights is not None:
             versions = self._versions(last, len(tokens))

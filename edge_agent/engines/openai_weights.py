@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from edge_agent.engines.openai_wire import Address, ServerAway, ServerBusy
+from edge_agent.engines.openai_wire import MALFORMED, Address, ServerAway, ServerBusy
 from edge_agent.engines.vllm_map import TensorForm
 from edge_agent.engines.vllm_weights import (
     TEXT_CALL,
@@ -199,5 +199,5 @@ class ServerWeights:
 def _read(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise GenerationFailed(f"the server's answer is malformed: {error}") from error

@@ -8,10 +8,13 @@ words in it, shortened; ``ServerAway`` and ``ServerBusy`` are those where trying
 nothing was drawn that could be kept; a key is never in an error.
 """
 
+import contextlib
 import http.client
 import json
+import socket
 import ssl
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -29,6 +32,8 @@ STREAM_TOKENS: Final = 16
 _SHOWN: Final = 300
 _BUSY: Final = (429, 502, 503, 504)
 _MOST_BYTES: Final = 64 * 2**20
+MALFORMED: Final = (msgspec.DecodeError, RecursionError)
+"""What decoding raises, the latter for what is nested without end."""
 NO_LOGPROB: Final = -9999.0
 """What vLLM sends for a log-probability that is no number."""
 
@@ -101,7 +106,7 @@ def read_answer(data: bytes, where: str) -> Piece | None:
     """
     try:
         answer = _answers.decode(data)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise GenerationFailed(f"{where}: the server's answer is malformed: {error}") from error
     if answer.error is not None:
         raise GenerationFailed(f"{where}: the server failed: {_words(answer.error)}")
@@ -192,7 +197,7 @@ def fault(status: int, data: bytes, retry_after: str | None, where: str) -> Gene
     """What a status other than 200 means."""
     try:
         said: Any = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = data.decode("utf-8", "replace")
     words = _words(said.get("error", said) if isinstance(said, Mapping) else said)
     text = f"{where}: HTTP {status}: {words}"
@@ -250,10 +255,11 @@ class Address:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
 
     def call(self, method: str, path: str, body: Any = None, *, within_s: float) -> bytes:
-        """What the server answers. Blocks; ``within_s`` bounds each wait for it.
+        """What the server answers. Blocks; ``within_s`` bounds the wait for a connection, and then
+        that for all of the answer.
 
         Raises:
-            ServerAway: nobody answers, or the answer breaks off.
+            ServerAway: nobody answers, or the answer breaks off or does not end.
             ServerBusy, GenerationFailed: it refuses.
         """
         where = f"{self.url}{path.partition('?')[0]}"
@@ -266,9 +272,11 @@ class Address:
             )
         data = None if body is None else msgspec.json.encode(body)
         try:
-            link.request(method, self._path + path, data, self.headers)
-            answer = link.getresponse()
-            read = answer.read(_MOST_BYTES + 1)
+            link.connect()
+            with _cut_after(link.sock, within_s):
+                link.request(method, self._path + path, data, self.headers)
+                answer = link.getresponse()
+                read = answer.read(_MOST_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
             raise ServerAway(f"{where}: {type(error).__name__}: {error}") from error
         finally:
@@ -278,3 +286,31 @@ class Address:
         if answer.status != 200:
             raise fault(answer.status, read, answer.getheader("Retry-After"), where)
         return read
+
+
+@contextlib.contextmanager
+def _cut_after(link: socket.socket, within_s: float) -> Iterator[None]:
+    """End a connection that is used for longer: its own limit begins anew with each byte.
+
+    Raises:
+        TimeoutError: it was ended.
+    """
+    late = threading.Event()
+
+    def cut() -> None:
+        late.set()
+        with contextlib.suppress(OSError):  # it has just been closed
+            socket.socket.shutdown(link, socket.SHUT_RDWR)  # below TLS, which would say goodbye
+
+    timer = threading.Timer(within_s, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException):
+        if not late.is_set():
+            raise
+    finally:
+        timer.cancel()
+    if late.is_set():  # what was read until then may look whole
+        raise TimeoutError(f"not all of its answer came within {within_s:g} s")

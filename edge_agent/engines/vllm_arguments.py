@@ -20,6 +20,7 @@ from transport.weights.folder import is_adapter_folder, read_model_folder
 
 _EXTENSION: Final = "edge_agent.engines.vllm_worker.FarflowExtension"
 _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_ENDED: Final = "See root cause above"
 STREAM_TOKENS: Final = 16
 """Tokens of a sequence that vLLM hands over at once, after the first."""
 
@@ -127,7 +128,15 @@ def environment(threads: int) -> None:
 
 
 def start_fault(folder: Path, error: Exception) -> FarflowError:
-    """What vLLM raises before it starts a process is about the model or its arguments."""
+    """What vLLM raises before it starts a process is about the model or its arguments; why a
+    process of it ended it says in the log only."""
+    if _ENDED in str(error):
+        return EngineCrashed(
+            f"{folder}: a process of vLLM ended while it started; why is in the agent's log, in"
+            " vLLM's lines of level ERROR before this one. It may be memory (memory_share,"
+            " kv_cache_gib), or an argument in [agent.vllm.extra] that this model or box does not"
+            f" take ({error})"
+        )
     text = f"{folder}: vLLM does not take it: {type(error).__name__}: {error}"
     if isinstance(error, ValueError | TypeError | NotImplementedError | ImportError):
         return ModelError(text)

@@ -27,6 +27,7 @@ from edge_agent.engines.chat_tokenizer import ChatTokenizer
 from edge_agent.engines.hosting import HostingEngine
 from edge_agent.engines.threads import in_thread
 from edge_agent.engines.vllm_arguments import environment
+from edge_agent.engines.vllm_owner import LOOK_S, end_children
 from edge_agent.engines.vllm_policy import VllmPolicy
 from edge_agent.engines.vllm_room import PolicyRoom, remember, remembered
 from transport.errors import (
@@ -203,6 +204,7 @@ class VllmEngine(HostingEngine[_Hosted]):
             if wait_s > 0:
                 _log.info("engine.backing_off", policy=name, wait_s=round(wait_s, 1))
                 await asyncio.sleep(wait_s)
+            threads: list[int] = []
             starting = asyncio.create_task(
                 asyncio.to_thread(
                     VllmPolicy,
@@ -214,12 +216,13 @@ class VllmEngine(HostingEngine[_Hosted]):
                     clock=self._clock,
                     lost=self._died,
                     base=base,
+                    begun=threads.append,
                 )
             )
             try:
                 return await asyncio.shield(starting)
             except asyncio.CancelledError:
-                self._end_with(name, self._unwanted(starting))
+                self._end_with(name, self._unwanted(starting, threads))
                 raise
             except EngineCrashed as error:
                 left -= 1
@@ -306,10 +309,14 @@ class VllmEngine(HostingEngine[_Hosted]):
         self._tokens_drawn += hosted.policy.tokens_generated
         self._leaving.discard(hosted)
 
-    async def _unwanted(self, starting: asyncio.Task[VllmPolicy]) -> None:
+    async def _unwanted(self, starting: asyncio.Task[VllmPolicy], threads: list[int]) -> None:
+        """End a start under way, which may take minutes: whatever process it starts is killed."""
+        while not starting.done():
+            for thread in threads:
+                await asyncio.to_thread(end_children, thread)
+            await asyncio.wait({starting}, timeout=LOOK_S)
         with contextlib.suppress(FarflowError):
-            policy = await starting
-            await asyncio.to_thread(policy.stop)
+            await asyncio.to_thread(starting.result().stop)
 
     async def _retired(self, policy: str) -> None:
         """Wait until nothing of the policy's earlier processes is left."""

@@ -8,6 +8,7 @@ where it is told; published bits that the worker keeps in a wider type come back
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -181,14 +182,12 @@ def check_maps(forms: Mapping[str, TensorForm], maps: Sequence[WorkerMap]) -> No
 
 
 def _check_filled(found: WorkerMap) -> None:
-    sizes: dict[int, list[int]] = {}
+    filled: Counter[int] = Counter()
     for each in itertools.chain.from_iterable(found.boxes.values()):
-        sizes.setdefault(each.storage, []).append(each.cells)
+        filled[each.storage] += each.cells
     for number, storage in enumerate(found.storages):
-        filled = sizes.get(number, [])
-        missing = storage.wanted - sum(filled)
-        # What a tensor leaves out is padding while it is less than any tensor there.
-        if missing > 0 and missing >= min(filled, default=1):
+        missing = storage.wanted - filled[number]
+        if missing > 0:
             raise ModelError(
                 f"no tensor of the folder fills {missing} of the {storage.wanted} cells of vLLM's"
                 f" parameter {storage.name!r}: publish all tensors of the model that config.json"

@@ -56,6 +56,7 @@ _log = structlog.get_logger()
 
 CALL_S: Final = 600.0
 """Longer than any call into a live vLLM takes; a start has its own limit."""
+STILL_S: Final = 1200.0  # likewise; a prompt may be long
 _LOOK_S: Final = 0.25
 _NUCLEUS: Final = SamplingParams(max_new_tokens=2, top_p=0.5, stop=("\N{SNOWMAN}",))
 END_S: Final = 60.0  # for all of an end
@@ -66,7 +67,8 @@ _STAGED_S: Final = (0.002, 0.05)  # between two looks at whether they are: at fi
 
 
 class VllmPolicy:
-    """A policy that was loaded as ``version``. Blocks while it loads.
+    """A policy that was loaded as ``version``. Blocks while it loads; ``begun`` is told by which
+    thread its processes are started.
 
     Raises:
         ModelError: the folder does not load into vLLM.
@@ -85,6 +87,7 @@ class VllmPolicy:
         clock: Clock,
         lost: Callable[["VllmPolicy", str], None],
         base: Path | None = None,
+        begun: Callable[[int], None] = lambda thread: None,
     ) -> None:
         self.name = name
         self.version = version
@@ -109,6 +112,7 @@ class VllmPolicy:
         self._hung = False
         self._thread = threading.Thread(target=self._serve, name=f"vllm {name}", daemon=True)
         self._thread.start()
+        begun(self._thread.native_id or 0)
         try:
             forms, _ = tensor_forms(model) if self._adapted else self._tensors
             adapter = folder if self._adapted else None
@@ -183,17 +187,12 @@ class VllmPolicy:
                 ended = self._send(self._end(closed), ends=True)
                 ended.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
             self._thread.join(min(END_S, _HUNG_S) if self._hung else END_S)
-            if self._thread.is_alive() and (killed := self._kill()):
+            if self._thread.is_alive() and (killed := end_children(self._thread.native_id or 0)):
                 _log.warning("engine.killed", policy=self.name, processes=killed)
                 self._thread.join(END_S)
             if self._thread.is_alive():  # what hangs is in our own process
                 _log.error("engine.not_ended", policy=self.name, waited_s=END_S)
         self.weights.close()
-
-    def _kill(self) -> int:
-        """End the processes that our thread, which hangs, has started; how many those were."""
-        thread = self._thread.native_id
-        return 0 if thread is None else end_children(thread)
 
     @property
     def kv_tokens(self) -> int:
@@ -364,10 +363,16 @@ class VllmPolicy:
             pause_s = min(2 * pause_s, longest_s)
 
     async def _watch(self) -> None:
-        """vLLM says that it died only to those who wait for something."""
-        llm = self._llm
-        while not llm.errored:  # noqa: ASYNC110 - another thread of vLLM's sets it
+        """vLLM says that it died only to those who wait for something, and of a step that hangs
+        nothing. Looks are counted, not time: the agent itself may have been stopped."""
+        llm, drawn, still = self._llm, 0, 0
+        while not llm.errored:
             await asyncio.sleep(_LOOK_S)
+            still = still + 1 if self._sequences and self.tokens_generated == drawn else 0
+            drawn = self.tokens_generated
+            if still * _LOOK_S > STILL_S:
+                self._hung = True
+                return self._die(f"vLLM has drawn no token for {STILL_S:g} s")
         self._die("vLLM died")
 
     def _die(self, why: str) -> None:

@@ -8,8 +8,9 @@
                integrity link process sandbox.
                spool store trajectory.
     data       summary.invalid                    as box             evidence, at once
-    job        everything else (attempt. engine   back-off with      back-off after a streak
-               reward. task workflow.)            jitter, elsewhere      that it began
+    job        everything else (attempt. chat.    back-off with      back-off after a streak
+               engine program. reward. task       jitter, elsewhere      that it began
+               tool. workflow.)
 
 A failure of class job that another agent saw before with the same job is no part of a streak.
 What is not the job's fault counts as a loss, of which a job may have ``LOSSES_PER_ATTEMPT`` times

@@ -6,9 +6,10 @@
     body of another job (trainer)     1       the same
     body without trainable tokens     0.5     a strange workflow may do that
     body damaged (trainer)            0.25    as likely the log's disk
-    other log-probabilities (trainer) 1       see ``honesty``; the third in a row 3
-    many own failures in a row        3       10 in a row take minutes of back-off; others do well
-    crash loop                        3       5 starts in 10 minutes without one result in between
+    other log-probabilities (trainer) 1       see ``honesty``; the third in a row all
+    other rewards (two agents)        1.5     see ``rechecks``; of programs less
+    many own failures in a row        all     10 in a row take minutes of back-off; others do well
+    crash loop                        all     5 starts in 10 minutes without one result in between
 
 Weights are added up and halve with every hour; from ``QUARANTINE_AT`` on the agent is quarantined:
 it gets nothing new, its attempts are not counted on any more and its results are not accepted,
@@ -26,7 +27,9 @@ from scheduler.core.context import AgentLive, Context
 from scheduler.core.failures import class_of
 from scheduler.core.state import Agent
 
-QUARANTINE_AT = 3.0
+QUARANTINE_AT = 2.25
+"""Three of weight 1 within forty minutes reach it and two of 1.5 within an hour, though the first
+of them weigh less by then; two of weight 1 never do."""
 HALF_LIFE_S = 3600.0
 MAX_EVIDENCE = 20
 MAX_LINE = 300

@@ -35,8 +35,8 @@ from transport.ids import external_job_id
 from transport.messages import GroupSummary, Item, SummariesAccepted
 
 WEIGHTS = {"exact": 1.5, "math-verify": 1.5, "reasoning-gym": 1.5, "code": 0.5}
-"""By reward. Two proven differences within the hour exclude (six of ``code``): one may be another
-version of a library."""
+"""By reward. Two proven differences within an hour exclude (five or six of ``code``): one may be
+another version of a library."""
 WORKFLOWS = ("single_turn", "multi_turn", "solve_and_verify")
 PLAIN = ("single_turn", "exact", "math-verify", "reasoning-gym")
 """What every agent that rechecks at all can find; the rest it says (``recheck_kinds``)."""

@@ -33,6 +33,25 @@ def test_three_invalid_results_exclude_an_agent_with_the_evidence_shown(scene):
     assert scene.counter("quarantine.agents") == 1
 
 
+@pytest.mark.parametrize(
+    ("weight", "every_s", "enough"), [(1.0, 1200.0, 3), (1.5, 3600.0, 2), (0.5, 60.0, 5)]
+)
+def test_what_comes_within_the_time_that_is_promised_excludes(scene, weight, every_s, enough):
+    """Evidence weighs less with time, and never comes at one instant."""
+    ctx = scene.core._ctx
+    for count in range(enough):
+        assert ctx.tables.agents["a"].quarantined == "", count
+        quarantine.evidence(ctx, "a", "reward.differs", f"job {count}", weight)
+        ctx.now += every_s
+    assert ctx.tables.agents["a"].quarantined == "reward.differs"
+
+
+def test_two_accidents_exclude_nobody(scene):
+    for count in range(2):
+        quarantine.evidence(scene.core._ctx, "a", "summary.invalid", f"job {count}")
+    assert scene.agent().quarantined == ""
+
+
 def test_old_evidence_weighs_less(scene):
     for _ in range(2):
         invalid(scene, scene.live_offers("a")[0])

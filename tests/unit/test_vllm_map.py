@@ -151,8 +151,8 @@ def test_a_map_that_loses_cells_or_bits_is_refused():
     ("boxes", "wanted", "missing"),
     [
         ([], 8, 8),  # a head without a tensor
-        ([(0, 24)], 30, 0),  # padding is less than any tensor
-        ([(0, 24)], 48, 24),  # k without v
+        ([(0, 24)], 24, 0),  # the padding is none that was wanted
+        ([(0, 24)], 36, 12),  # q without k
         ([(0, 24), (24, 24)], 48, 0),
         ([(0, 24), (0, 24)], 24, 0),  # tied
     ],

@@ -116,6 +116,24 @@ async def test_processes_of_a_start_that_hangs_are_killed(monkeypatch, folders):
             await asyncio.sleep(0.05)
 
 
+async def test_a_start_that_nobody_wants_any_more_is_not_waited_for(monkeypatch, folders):
+    """On a GPU it takes minutes, and the system would kill the agent."""
+    hangs = Spawning()
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", hangs)
+    engine = VllmEngine(0, TABLE)
+    await engine.start()
+    load = asyncio.create_task(engine.load_policy(QWEN, folders[QWEN], 0))
+    while not hasattr(hangs, "below"):
+        await asyncio.sleep(0.05)
+    load.cancel()
+    await asyncio.wait({load})
+    async with asyncio.timeout(10):
+        await engine.close()
+        assert hangs.go.is_set()
+        while psutil.pid_exists(hangs.below):
+            await asyncio.sleep(0.05)
+
+
 async def test_a_process_that_dies_while_it_starts_is_not_waited_for(held, folders):
     held.go.set()
     error = await crash_of_start(folders[QWEN], 60.0)
@@ -262,3 +280,26 @@ async def test_however_often_it_died_the_pause_is_bounded(two):
     engine._crashes[QWEN] = 5000
     engine._back_off(QWEN)
     assert engine._not_before_s[QWEN] - engine._clock.monotonic_s() <= 120.0
+
+
+@pytest.mark.parametrize("draws", [False, True])
+async def test_a_step_that_hangs_ends_the_policy_and_a_slow_one_does_not(monkeypatch, draws):
+    """Nobody else would notice while no weights come."""
+    monkeypatch.setattr(vllm_policy, "_LOOK_S", 0.01)
+    monkeypatch.setattr(vllm_policy, "STILL_S", 0.1)
+    told = []
+    policy = object.__new__(VllmPolicy)
+    policy.name, policy.version, policy.dead, policy._ending = QWEN, 0, "", None
+    policy.tokens_generated, policy._sequences, policy._hung = 0, set(), False
+    policy._llm, policy._lost = Held(), lambda of, why: told.append(why)
+    policy._llm.errored = False
+    watch = asyncio.create_task(policy._watch())
+    await asyncio.sleep(0.3)
+    assert not watch.done()  # nothing is to be drawn
+    policy._sequences.add("one")
+    for _ in range(15):
+        await asyncio.sleep(0.02)
+        policy._drawn(int(draws))
+    assert told == ([] if draws else ["vLLM has drawn no token for 0.1 s"])
+    assert policy._hung is not draws
+    watch.cancel()
