@@ -5,6 +5,7 @@ what farflow depends on (log-probabilities of what was drawn, our weight backend
 something else; an argument that the installed vLLM does not have is refused by name.
 """
 
+import atexit
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edge_agent.config import VllmTable
+from edge_agent.engines.private_folder import PrivateFolder
 from edge_agent.engines.vllm_adapter import adapter_arguments, check_takes_adapters
 from edge_agent.engines.vllm_map import TensorForm
 from edge_agent.engines.vllm_owner import own_processes
@@ -20,6 +22,8 @@ from transport.weights.folder import is_adapter_folder, read_model_folder
 
 _EXTENSION: Final = "edge_agent.engines.vllm_worker.FarflowExtension"
 _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_SOCKETS: Final = "VLLM_RPC_BASE_PATH"
+"""Where vLLM's processes have their sockets."""
 _ENDED: Final = "See root cause above"
 STREAM_TOKENS: Final = 16
 """Tokens of a sequence that vLLM hands over at once, after the first."""
@@ -113,7 +117,7 @@ def memory_share(table: VllmTable, policy: str) -> float:
 
 def environment(threads: int) -> None:
     """What vLLM and its processes read from the environment, unless the user has set it; and whose
-    processes they are."""
+    processes they are. Raises StoreError where there is no place for their sockets."""
     own_processes()
     for name, value in {
         "HF_HUB_OFFLINE": "1",
@@ -125,6 +129,10 @@ def environment(threads: int) -> None:
         "OMP_NUM_THREADS": str(threads),
     }.items():
         os.environ.setdefault(name, value)
+    if _SOCKETS not in os.environ:  # it leaves each of them behind
+        sockets = PrivateFolder("farflow-sockets-")
+        atexit.register(sockets.close)
+        os.environ[_SOCKETS] = str(sockets.path)
 
 
 def start_fault(folder: Path, error: Exception) -> FarflowError:

@@ -8,8 +8,6 @@ nobody unpickles anything.
 import contextlib
 import itertools
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +15,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from edge_agent.engines.private_folder import PrivateFolder
 from edge_agent.engines.vllm_map import (
     Box,
     TensorForm,
@@ -25,12 +24,10 @@ from edge_agent.engines.vllm_map import (
     kept_type,
 )
 from transport.errors import StoreError
-from transport.runtime.files import lock_folder
 from transport.weights.tensors import ITEM_BYTES, Cells
 
 _ALIGNED: Final = 64
 _PREFIX: Final = "farflow-vllm-"
-_FRESH_S: Final = 3.0
 _IN_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, closed to others
 
 
@@ -44,18 +41,12 @@ class Exchange:
     def __init__(self, place: Path | None = None) -> None:
         if place is None and os.access(_IN_MEMORY, os.W_OK):
             place = _IN_MEMORY
-        try:
-            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
-            self._lock = lock_folder(self._folder)
-            _remove_left_over(self._folder)
-        except OSError as error:
-            raise StoreError(f"no folder to hand weights to vLLM through: {error}") from error
+        self._folder = PrivateFolder(_PREFIX, place)
         self._numbers = itertools.count()
 
     def close(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._lock.release()
+        self._folder.close()
 
     @contextlib.contextmanager
     def writes(
@@ -94,21 +85,11 @@ class Exchange:
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[Path]:
-        path = self._folder / str(next(self._numbers))
+        path = self._folder.path / str(next(self._numbers))
         try:
             yield path
         finally:
             path.unlink(missing_ok=True)
-
-
-def _remove_left_over(own: Path) -> None:
-    """What an agent left that was killed: nobody holds its lock any more. One that is as young as
-    our own may not be locked yet."""
-    for other in own.parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError, StoreError):
-            if own.stat().st_mtime - other.stat().st_mtime > _FRESH_S:
-                with lock_folder(other):
-                    shutil.rmtree(other, ignore_errors=True)
 
 
 class _Room:

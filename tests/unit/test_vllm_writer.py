@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from edge_agent.engines.private_folder import PrivateFolder
 from edge_agent.engines.vllm_exchange import Exchange
 from edge_agent.engines.vllm_map import TensorForm, check_maps, writes
 from transport.errors import ModelError
@@ -167,13 +168,12 @@ def test_what_lies_outside_is_refused_while_it_is_staged(loaded):
         assert (bits == loaded.before[name]).all()
 
 
-def test_what_a_killed_agent_left_is_removed_and_what_is_in_use_is_not(loaded):
-    old = loaded.exchange._folder
-    left = Exchange()
-    for folder in (old, left._folder):
-        then_s = folder.stat().st_mtime - 10  # an agent is started again that soon
-        os.utime(folder, (then_s, then_s))
+def test_what_a_killed_agent_left_is_removed_and_what_is_in_use_is_not(tmp_path):
+    used, left, others = (PrivateFolder(prefix, tmp_path) for prefix in ("mine-", "mine-", "no-"))
+    for folder in (used, left, others):
+        then_s = folder.path.stat().st_mtime - 10  # an agent is started again that soon
+        os.utime(folder.path, (then_s, then_s))
     left._lock.release()  # as the system does at the end of a process
-    Exchange().close()
-    assert old.exists()
-    assert not left._folder.exists()
+    others._lock.release()
+    PrivateFolder("mine-", tmp_path).close()
+    assert sorted(tmp_path.iterdir()) == sorted([used.path, others.path])

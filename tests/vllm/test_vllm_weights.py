@@ -1,6 +1,8 @@
 """Weights in vLLM: the published bits after every swap, and what is computed with them."""
 
 import asyncio
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,9 @@ QUESTIONS = [f"State the answer: {a} + {b} =" for a, b in ((3, 4), (12, 5), (7, 
 async def test_it_holds_the_bits_of_the_folder_it_was_loaded_from(bench):
     await bench.back()
     assert dict(bench.engine.read_weights(bench.policy)) == read_model_folder(bench.folder)
+    sockets = Path(os.environ["VLLM_RPC_BASE_PATH"])
+    assert sockets.name.startswith("farflow-sockets-")
+    assert os.listdir(sockets), "it has them elsewhere"
 
 
 async def test_after_each_of_fifty_deltas_the_weights_are_the_published_ones(bench, tmp_path):
