@@ -46,6 +46,7 @@ class AgentHome:
             trusted=self.trust.signers,
             decode_threads=config.agent.decode_threads or min(4, os.cpu_count() or 1),
         )
+        self.copied = self.copies.stored()
         self.spooled = self._newest_per_attempt()
         for reason in (*self.spool.discarded, *self.copies.warnings):
             _log.warning("agent.discarded", reason=reason)

@@ -20,22 +20,16 @@ from edge_agent.attempt_runner import AttemptRunner
 from edge_agent.config import AgentConfig
 from edge_agent.core.effects import (
     AbortAttempt,
-    CancelFetch,
-    DiscardCopy,
     DropSpooled,
     Effect,
     Exit,
-    FetchPlan,
     OfferBodies,
-    OpenCopy,
     RemakeLink,
     RunAttempt,
     SendLog,
-    SwapWeights,
     ToScheduler,
     ToTrajectoryLog,
     ToWeightStore,
-    VerifyWeights,
 )
 from edge_agent.core.events import (
     Event,
@@ -54,11 +48,12 @@ from edge_agent.engine import Engine
 from edge_agent.gpu import GpuWatch
 from edge_agent.home import AgentHome
 from edge_agent.installation import core_settings
+from edge_agent.leftovers import discard_leftovers
 from edge_agent.life import Life, drain_when_asked
 from edge_agent.program_marks import ProgramMarks
 from edge_agent.rewards import RewardPool
 from edge_agent.uploader import Uploader
-from edge_agent.weights_client import WeightsClient
+from edge_agent.weights_client import WeightEffect, WeightsClient
 from edge_agent.workflow import SHIPPED, load_workflow
 from edge_agent.workflows.program import offered_programs
 from transport.chunk_parts import SourceId
@@ -131,9 +126,8 @@ class AgentShell:
         self._links = links
         self._clock = clock
         self._log_ring = log_ring
-        self._folder = home.folder
+        self._home = home
         self._trust = home.trust
-        self._process = home.process
         self._spool = home.spool
         self._rewards = RewardPool(config.agent.reward_timeout_s, marks=marks)
         self._uploader = Uploader(links, home.spool, self.feed)
@@ -205,7 +199,10 @@ class AgentShell:
                 self._sources.run(),
                 self._gpus.run(),
                 metrics.serve(self._metrics_port, self.core, self._engine, self._clock),
-                drain_when_asked(stop, self._folder, self.feed),
+                drain_when_asked(stop, self._home.folder, self.feed),
+                discard_leftovers(
+                    self._home.copied, self.core, lambda it: self._weights.perform(it, tasks)
+                ),
             )
             life.watch([tasks.create_task(part) for part in parts])
             self._on_timer()
@@ -341,14 +338,7 @@ class AgentShell:
                 self._runner.abort(attempt, fence)
             case DropSpooled(attempt=attempt, digest=digest):
                 self._group.create_task(self._drop(attempt, digest))
-            case (
-                OpenCopy()
-                | FetchPlan()
-                | CancelFetch()
-                | SwapWeights()
-                | VerifyWeights()
-                | DiscardCopy()
-            ):
+            case _ if isinstance(effect, WeightEffect):
                 self._weights.perform(effect, self._group)
             case SendLog(request=request, run=run, lines=lines):
                 found = self._log_ring.recent(lines, run=run, max_bytes=_LOG_BYTES)
@@ -368,7 +358,7 @@ class AgentShell:
     def _tell(self, message: Message) -> None:
         match message:
             case Hello():
-                message = msgspec.structs.replace(message, process=self._process)
+                message = msgspec.structs.replace(message, process=self._home.process)
             case LeaseReply():
                 _log_reply(message)
             case LeaseReplies(replies=replies):

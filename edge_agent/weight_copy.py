@@ -95,6 +95,13 @@ class WeightCopies:
         """Version and digest of every copy, as committed."""
         return {policy: copy.ref for policy, copy in self._copies.items()}
 
+    def stored(self) -> tuple[str, ...]:
+        """Policies of which anything is on the disk, copies that were never finished included.
+        Raises StoreError when the disk refuses."""
+        with disk_errors(f"reading {self._folder}"):
+            paths = sorted(self._folder.iterdir())
+        return tuple(unquote(path.name) for path in paths if path.is_dir())
+
     def tensors(self, policy: str) -> Mapping[str, TensorBytes]:
         """Weights in the copy's memory: of the held version, or of the staged one while there is
         one. Raises StoreError when there is no copy."""

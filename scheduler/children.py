@@ -22,7 +22,9 @@ from transport.runtime.processes import ChildProcess, ChildSpec, RestartPolicy, 
 from transport.runtime.shutdown import ShutdownSignal
 
 READY_S: Final = 60.0
-"""Rebuilding an index from a full disk takes a while."""
+LOOKS: Final = 60
+"""How often ``READY_S`` may pass before a service can be reached: it reads all that it keeps first,
+and one that is ended for that would begin anew, for ever."""
 
 GRACE_S: Final = 10.0
 RESTARTS: Final = RestartPolicy(first_delay_s=0.2, max_delay_s=10.0, max_restarts=20)
@@ -90,7 +92,7 @@ class Services:
         )
 
         async def on_started(child: ChildProcess) -> None:
-            line = await child.read_line(READY_S)
+            line = await _first_line(child)
             try:
                 port = int(json.loads(line)["port"])
             except (ValueError, KeyError, TypeError) as error:
@@ -100,3 +102,18 @@ class Services:
 
         # Never asked for: the end of this task is what stops the process.
         await supervise(spec, ShutdownSignal(), policy=RESTARTS, on_started=on_started)
+
+
+async def _first_line(child: ChildProcess) -> bytes:
+    """What a service says once it can be reached.
+
+    Raises:
+        ProcessFailed: it ended before, or opens for ``LOOKS * READY_S``.
+    """
+    for look in range(1, LOOKS):
+        try:
+            async with asyncio.timeout(READY_S):
+                return await child.read_line(2 * READY_S)
+        except TimeoutError:
+            _log.warning("service.opening", name=child.spec.name, for_s=look * READY_S)
+    return await child.read_line(READY_S)

@@ -91,7 +91,10 @@ class ControlLink:
                 had_connected = link.connected
                 for task in (receiving, watching):
                     task.cancel()
-                await asyncio.gather(receiving, watching, return_exceptions=True)
+                outcomes = await asyncio.gather(receiving, watching, return_exceptions=True)
+                for error in outcomes:
+                    if isinstance(error, Exception):  # nobody else would hear of it
+                        _log.error("control.failed", exc_info=error)
                 await link.close()
             self.relinked += 1
             if had_connected:

@@ -233,10 +233,9 @@ class Partials:
             await self._work.wait()
             self._work.clear()
             while self._pending or self._to_remove:
-                removed, self._to_remove = self._to_remove, []
                 try:
-                    for summary in removed:
-                        await self._disk.run(self._files.remove, summary)
+                    while self._to_remove:  # one that cannot be removed holds up no other
+                        await self._disk.run(self._files.remove, self._to_remove.pop(0))
                     if self._pending:
                         await self._write_one()
                 except StoreError as error:  # nothing that was promised is lost

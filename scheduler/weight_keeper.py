@@ -2,7 +2,8 @@
 
 What always holds: one thing at a time is made, in a thread of its own, so that plans and chunks
 go on; nothing is removed meanwhile; after a failure nothing is tried again for that policy until
-something has changed.
+something has changed; what a turn costs, and what is held in memory, grows with the policies in
+use and not with those of runs that are over, of which one is read again at each turn.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import structlog
 
 from scheduler.service import Worker
 from scheduler.weight_composites import Job, perform
-from scheduler.weight_plans import Planner
+from scheduler.weight_plans import ASKED_LATELY_S, Planner
 from scheduler.weight_policy import WalkFailed
 from scheduler.weight_upkeep import CpuShare
 from scheduler.weight_versions import WeightVersions
@@ -25,6 +26,9 @@ MAINTAIN_S: Final = 5.0
 
 SCRUB_BYTES: Final = 32 << 20
 """Read again of each policy's files at every turn: about 20 ms, and 20 GB in an hour."""
+
+IDLE_S: Final = ASKED_LATELY_S
+"""For so long after its last version came in, or an agent asked for it, a policy is in use."""
 
 _log = structlog.get_logger()
 
@@ -53,14 +57,22 @@ class Keeper:
         self._stop = threading.Event()
         self._dirty: set[str] = set()
         self._given_up: set[str] = set()
+        self._settled: set[str] = set()  # not in use, and nothing more to be made of them
+        self._used_s: dict[str, float] = {}
+        self._read_last = ""  # of the policies that are not in use
         self._urgent = asyncio.Event()
 
     def has_changed(self, policy: str, *, urgent: bool = False) -> None:
         """Look after a policy at the next turn, or at once."""
         self._dirty.add(policy)
         self._given_up.discard(policy)
+        self._settled.discard(policy)
         if urgent:
             self._urgent.set()
+
+    def used(self, policy: str) -> None:
+        """A version of it came in."""
+        self._used_s[policy] = self._clock.monotonic_s()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -76,13 +88,23 @@ class Keeper:
             for policy in dirty:
                 await self._library.run(self._maintain, policy)
                 self._planner.changed(policy)
-            for policy in await self._library.run(self._versions.policies):
+            in_use = self._in_use()
+            policies = await self._library.run(self._versions.policies)
+            for policy in self._to_scrub(policies, in_use):
                 await self._library.run(self._versions.scrub, policy, SCRUB_BYTES)
-                await self._keep_head(policy)
+            for policy in policies:
+                if policy in in_use:
+                    await self._keep_head(policy)
+                else:
+                    await self._library.run(self._versions.rest, policy)
             self.look_after_damage()
             for policy in await self._library.run(self._versions.policies):
-                if policy not in self._given_up and await self._make_more(policy):
+                if policy in self._given_up or policy in self._settled:
+                    continue
+                if await self._make_more(policy):
                     self.has_changed(policy, urgent=True)
+                elif policy not in in_use and policy not in self._dirty:
+                    self._settled.add(policy)
 
     async def close(self) -> None:
         """Stops what is being made; nothing of it is kept."""
@@ -101,6 +123,20 @@ class Keeper:
         warnings, self._versions.warnings[:] = list(self._versions.warnings), []
         for warning in warnings:
             _log.error("weights.damaged", reason=warning)
+
+    def _in_use(self) -> set[str]:
+        now = self._clock.monotonic_s()
+        self._used_s.update(dict.fromkeys(self._planner.asking(), now))
+        self._used_s = {policy: at for policy, at in self._used_s.items() if now - at < IDLE_S}
+        self._settled -= self._used_s.keys()
+        return set(self._used_s)
+
+    def _to_scrub(self, policies: Collection[str], in_use: Collection[str]) -> list[str]:
+        """Those in use, and the next of the others."""
+        others = [policy for policy in policies if policy not in in_use]
+        following = [policy for policy in others if policy > self._read_last] or others
+        self._read_last = following[0] if following else ""
+        return [*(policy for policy in policies if policy in in_use), *following[:1]]
 
     def _maintain(self, policy: str) -> None:
         """In the library's thread."""

@@ -149,6 +149,10 @@ class Planner:
         held = (version for (of, _), (version, _) in list(self._held.items()) if of == policy)
         return [version for version in held if version is not None]
 
+    def asking(self) -> set[str]:
+        """Policies that living agents ask for."""
+        return {policy for policy, _ in self._held}
+
     def asked_lately(self, policy: str) -> list[Asked]:
         """In the library's thread: which ways were asked for."""
         before = self._clock.monotonic_s() - ASKED_LATELY_S

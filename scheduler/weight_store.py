@@ -170,6 +170,7 @@ class WeightStore:
                 self.counters["not_understood"] += 1
 
     def _on_durable(self, manifest: VersionManifest) -> None:
+        self._keeper.used(manifest.policy)
         self._keeper.has_changed(manifest.policy)
         self._unaccepted[manifest.policy, manifest.version] = _stored(manifest)
         self._announce()

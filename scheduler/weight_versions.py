@@ -13,9 +13,10 @@ and when: ``scheduler.weight_upkeep``.
 Belongs to one thread; beside it another may call ``read_chunk``, and a third may perform the jobs
 of ``next_job`` (``scheduler.weight_composites``), one at a time and never beside ``maintain``.
 Costs in memory for each policy: the head's weights, changed in place when a version is added (what
-no delta touched stays mapped from a snapshot's files); while another version is wanted (export, a
-branch of the tree) a second copy, and while a job runs what that says. On disk: the deltas of the
-retained versions, at most about three snapshots, and composites no larger than one model.
+no delta touched stays mapped from a snapshot's files), until ``rest``; while another version is
+wanted (export, a branch of the tree) a second copy, and while a job runs what that says. On disk:
+the deltas of the retained versions, at most about three snapshots, and composites no larger than
+one model.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -318,11 +319,7 @@ class WeightVersions:
 
     def scrub(self, policy: str, budget_bytes: int) -> None:
         """Read the next ``budget_bytes`` of the policy's files, round and round: a file that rots
-        is to be noticed while its weights are in memory, not when somebody needs it.
-
-        Raises:
-            StoreError: the policy is unknown.
-        """
+        is to be noticed before somebody needs it. Raises StoreError for an unknown policy."""
         p = self._known(policy)
         for entry, error in read_again(p, budget_bytes):
             self._damaged(p, (entry,), error)
@@ -344,6 +341,13 @@ class WeightVersions:
         p = self._known(policy)
         if p.head is None and arena.version in p.versions:
             p.head = arena
+
+    def rest(self, policy: str) -> None:
+        """Give the newest weights in memory up where files lead to them. Raises StoreError for an
+        unknown policy."""
+        p = self._known(policy)
+        if p.head is not None and p.route(p.newest) is not None:
+            p.head = None
 
     def way_failed(self, policy: str, error: WalkFailed) -> None:
         """What was on the way is damaged: it is offered no more."""

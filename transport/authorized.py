@@ -6,12 +6,16 @@ in; a key that two files claim is refused; a change is seen within ``SCAN_INTERV
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from transport.errors import ConfigError
 from transport.key_files import load_toml
 from transport.keys import Peer, PublicKey
+
+_Stamp = tuple[str, int, int, int]
+"""A file's name, when it was changed last, its size and inode."""
 
 
 class Refresh(NamedTuple):
@@ -42,7 +46,8 @@ class AllowList:
             )
         self._folder = folder
         self._peers: dict[str, Peer] = {}
-        self._seen: tuple[tuple[str, int, int, int], ...] | None = None
+        self._seen: tuple[_Stamp, ...] | None = None
+        self._loaded: dict[_Stamp, PublicKey] = {}
         self._next_scan = now
         self.warnings: tuple[str, ...] = ()
         self.refresh(now)
@@ -66,7 +71,7 @@ class AllowList:
             seen = self._fingerprint()
             if seen == self._seen:
                 return Refresh()
-            peers, warnings = self._read()
+            peers, warnings = self._read(seen)
         except OSError as error:
             return self._unreadable(error)
         self._seen, self.warnings = seen, warnings
@@ -89,25 +94,37 @@ class AllowList:
         self._seen, self.warnings = None, (warning,)
         return Refresh() if known else Refresh(warnings=self.warnings)
 
-    def _fingerprint(self) -> tuple[tuple[str, int, int, int], ...]:
-        found = []
+    def _fingerprint(self) -> tuple[_Stamp, ...]:
+        found: list[_Stamp] = []
         try:
             with os.scandir(self._folder) as entries:
-                names = [entry.name for entry in entries if entry.name.endswith(".toml")]
+                for entry in entries:
+                    if not entry.name.endswith(".toml"):
+                        continue
+                    try:
+                        status = entry.stat()
+                    except OSError:
+                        # Gone meanwhile, or a link to nothing: reading it gives the warning.
+                        found.append((entry.name, 0, 0, 0))
+                        continue
+                    found.append((entry.name, status.st_mtime_ns, status.st_size, status.st_ino))
         except FileNotFoundError:
             return ()
-        for name in sorted(names):
-            try:
-                status = (self._folder / name).stat()
-            except OSError:
-                # Gone meanwhile, or a link to nothing: reading it gives the warning.
-                found.append((name, 0, 0, 0))
-                continue
-            found.append((name, status.st_mtime_ns, status.st_size, status.st_ino))
-        return tuple(found)
+        return tuple(sorted(found))
 
-    def _read(self) -> tuple[dict[str, Peer], tuple[str, ...]]:
-        public, warnings = read_authorized(self._folder)
+    def _read(self, seen: Iterable[_Stamp]) -> tuple[dict[str, Peer], tuple[str, ...]]:
+        """Of what loaded before only files that changed since: a fleet has thousands, and one more
+        must not cost the reading of all."""
+        before, self._loaded = self._loaded, {}
+        public: list[PublicKey] = []
+        warnings: list[str] = []
+        for stamp in seen:
+            found = before.get(stamp) or _public_key(self._folder / stamp[0])
+            if isinstance(found, str):
+                warnings.append(found)
+                continue
+            self._loaded[stamp] = found
+            public.append(found)
         entries: dict[str, list[PublicKey]] = {}
         for one in public:
             entries.setdefault(one.public_key, []).append(one)
@@ -129,18 +146,19 @@ def read_authorized(
 ) -> tuple[list[PublicKey], list[str]]:
     """The public keys of a folder by file name, and what was skipped and why. In ``revoked/`` one
     name may have had several keys, in files of ``any_file_name``."""
-    found: list[PublicKey] = []
-    warnings: list[str] = []
-    for path in sorted(folder.glob("*.toml")):
-        try:
-            public = load_toml(path, PublicKey)
-        except ConfigError as error:
-            warnings.append(f"{error}; skipped")
-            continue
-        if public.name != path.stem and not any_file_name:
-            warnings.append(
-                f"{path}: name is {public.name!r}, the file must be {public.name}.toml; skipped"
-            )
-            continue
-        found.append(public)
-    return found, warnings
+    read = [_public_key(path, any_file_name) for path in sorted(folder.glob("*.toml"))]
+    return (
+        [one for one in read if not isinstance(one, str)],
+        [one for one in read if isinstance(one, str)],
+    )
+
+
+def _public_key(path: Path, any_file_name: bool = False) -> PublicKey | str:
+    """A file's key, or why it is skipped."""
+    try:
+        public = load_toml(path, PublicKey)
+    except ConfigError as error:
+        return f"{error}; skipped"
+    if public.name != path.stem and not any_file_name:
+        return f"{path}: name is {public.name!r}, the file must be {public.name}.toml; skipped"
+    return public

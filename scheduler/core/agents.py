@@ -289,7 +289,7 @@ def _take_versions(ctx: Context, agent: Agent, versions: dict[str, VersionRef]) 
     if kept != agent.versions:
         live = ctx.agents[agent.name]
         for policy, ref in kept.items():
-            if agent.versions.get(policy) != ref:
+            if agent.versions.get(policy) != ref and policy in ctx.policies:
                 live.served_s[policy] = ctx.now
         agent.versions = kept
         live.fits.clear()
@@ -306,7 +306,8 @@ def _serving(ctx: Context, agent: Agent, live: AgentLive, message: VersionServin
         pause_s=message.pause_s,
         now=ctx.now,
     )
-    if message.version > live.billed.get(message.policy, -1):
+    billed = live.billed.get(message.policy, -1)
+    if message.version > billed and message.policy in ctx.policies:
         live.billed[message.policy] = message.version
         costs.fetched(ctx, message.policy, message.version, message.fetched_bytes)
     ctx.note(agent.name, "serving", policy=message.policy, version=message.version)

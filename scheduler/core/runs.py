@@ -284,6 +284,9 @@ def _finish(ctx: Context, run: Run, reason: str) -> None:
             if node.version != policy.head:
                 ctx.tables.remove(node)
         ctx.timers.cancel("trainer", policy.id)
+        for agent in ctx.agents.values():
+            agent.billed.pop(policy.id, None)
+            agent.served_s.pop(policy.id, None)
     curation.forget(ctx, run.name)
     del ctx.runs[run.name]
     ctx.queues.pop(run.name, None)

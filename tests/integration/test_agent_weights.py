@@ -11,7 +11,7 @@ import pytest_asyncio
 import structlog
 from agent_cloud import POLICY, AgentCloud
 
-from edge_agent import home
+from edge_agent import home, leftovers
 from edge_agent.engines.fake import FakeEngine
 from edge_agent.weight_copy import WeightCopies
 from edge_agent.weight_staging import StagedVersion
@@ -111,6 +111,31 @@ async def test_a_policy_that_the_engine_lost_is_loaded_again_from_the_copy(
     assert state_digest(dict(engine.read_weights(POLICY))) == cloud.digest()
     cloud.offer(1)
     assert (await cloud.hear(LeaseReply)).accepted
+    assert await life.end() == 0
+
+
+@pytest.mark.asyncio
+async def test_what_is_hosted_no_more_since_the_last_life_goes_from_the_disk(
+    cloud: AgentCloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "LOOK_S", 0.05)
+    monkeypatch.setattr(leftovers, "AFTER_S", 0.2)
+    cloud.publish()
+    life = Life(cloud, FakeEngine(16))
+    await cloud.hear(VersionServing)
+    assert await life.end() == 0
+    weights = cloud.folder / "agent" / "weights"
+    (own,) = weights.iterdir()
+    unfinished = weights / "over%2Fsolver" / "blobs"
+    unfinished.mkdir(parents=True)
+    (unfinished / "0.part").write_bytes(b"x")
+    life = Life(cloud, FakeEngine(16))
+    await cloud.until(lambda: not unfinished.parent.exists())
+    assert own.exists()
+    assert await life.end() == 0
+    cloud.policies = ()
+    life = Life(cloud, FakeEngine(16))
+    await cloud.until(lambda: not own.exists())
     assert await life.end() == 0
 
 

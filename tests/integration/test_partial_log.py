@@ -239,3 +239,19 @@ def test_damaged_files_are_removed_when_the_folder_is_opened(tmp_path: Path) -> 
         again.remove(summary)
         again.remove(summary)
         assert again.read(summary) is None
+
+
+@pytest.mark.asyncio
+async def test_turns_that_cannot_be_removed_leave_no_others_on_the_disk(tmp_path: Path) -> None:
+    every = [turns(f"turns {number}".encode(), number) for number in range(1, 5)]
+    async with (
+        service_world(tmp_path) as world,
+        world.serving(serve, world.config()) as port,
+    ):
+        agent = world.link("a", PLANE, port)
+        for number, summary in enumerate(every, 1):
+            assert await put(agent, summary, f"turns {number}".encode())
+        damaged = next(path for path in files(tmp_path) if b"turns 1" in path.read_bytes())
+        damaged.write_bytes(b"x")
+        await release(world, *(summary.digest for summary in every))
+        await until(lambda: files(tmp_path) == [damaged])

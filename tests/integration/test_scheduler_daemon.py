@@ -16,6 +16,7 @@ from deployment import deployment
 from publisher import Trainer
 from service_world import POLICY, WAIT_S, until
 
+from scheduler import children
 from scheduler.children import overrides_of
 from scheduler.config import SchedulerConfig, SchedulerTable
 from scheduler.control_plane import fitting
@@ -307,6 +308,33 @@ def test_services_get_every_setting_as_it_was_resolved():
     )
     overrides = overrides_of(config)[1::2]
     assert load_config(SchedulerConfig, [], overrides, environ={}).value == config
+
+
+SLOW_TO_OPEN = """
+import json, sys, time
+time.sleep(1.5)
+print(json.dumps({"port": 4711}), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.asyncio
+async def test_a_service_that_takes_long_to_open_is_waited_for(tmp_path, monkeypatch):
+    (tmp_path / "slow_to_open.py").write_text(SLOW_TO_OPEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(children, "_MODULES", {"weight-store": "slow_to_open"})
+    monkeypatch.setattr(children, "READY_S", 0.5)
+    services = children.Services(
+        SchedulerConfig(scheduler=SchedulerTable(folder=str(tmp_path / "scheduler")))
+    )
+    (part,) = services.parts().values()
+    keeping = asyncio.create_task(part)
+    try:
+        async with asyncio.timeout(15.0):
+            assert await services.ports() == {"weight-store": 4711}
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
 
 
 def test_a_status_of_a_huge_fleet_is_cut_to_one_frame_and_says_so():

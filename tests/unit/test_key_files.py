@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from transport import authorized
 from transport.authorized import AllowList, Refresh, read_authorized
 from transport.errors import ConfigError
 from transport.key_files import files_with
@@ -65,3 +66,27 @@ def test_a_folder_that_cannot_be_read_is_said_once_and_read_as_soon_as_it_can(
     (tmp_path / "paris.toml").unlink()
     assert allowed.refresh(3.0).removed == (pair.public_key,)
     assert allowed.warnings == ()
+
+
+def test_one_more_key_costs_the_reading_of_one_file(tmp_path, monkeypatch):
+    pair = let_in(tmp_path)
+    (tmp_path / "bad.toml").write_text("no key")
+    allowed = AllowList(tmp_path, 0.0)
+    read, load = [], authorized.load_toml
+
+    def noted(path, kind):
+        read.append(path.name)
+        return load(path, kind)
+
+    monkeypatch.setattr(authorized, "load_toml", noted)
+    other = KeyPair.generate("oslo", Role.AGENT)
+    (tmp_path / "oslo.toml").write_text(
+        f'name = "oslo"\nrole = "agent"\npublic_key = "{other.public_key}"\n'
+    )
+    assert allowed.refresh(1.0).added == (other.public_key,)
+    assert read == ["bad.toml", "oslo.toml"]  # what did not load is tried again
+    let_in(tmp_path)
+    refresh = allowed.refresh(2.0)
+    assert refresh.removed == (pair.public_key,)
+    assert len(refresh.added) == 1
+    assert read[2:] == ["bad.toml", "paris.toml"]

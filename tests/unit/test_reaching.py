@@ -11,11 +11,12 @@ import structlog
 
 from scheduler.control_link import ControlLink
 from transport.asking import Asking
+from transport.envelope import LIMITS, encode
 from transport.errors import PeerUnreachable
 from transport.keys import KeyPair, create_keys
 from transport.links import LinkOptions
 from transport.memory_links import MemoryNetwork
-from transport.messages import Plane, Role, StatusReply, StatusRequest
+from transport.messages import Plane, Role, StatusReply, StatusRequest, Welcome
 from transport.plane_links import PlaneLinks
 from transport.reaching import (
     FIRST_S,
@@ -108,6 +109,38 @@ async def test_where_nothing_comes_back_that_is_said_within_a_bounded_time(
 )
 def test_the_remedy_is_that_of_the_reason(why: str, remedy: str) -> None:
     assert remedy in what_to_look_at(why, "transport.host", "transport.control_port")
+
+
+@pytest.mark.asyncio
+async def test_an_error_in_what_a_service_hears_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.control_link.FIRST_HEARTBEAT_S", 0.01)
+    network = MemoryNetwork()
+    hub = network.hub("tcp://127.0.0.1:7700", LinkOptions.for_plane(CONTROL))
+
+    def fail() -> None:
+        raise KeyError("a bug")
+
+    control = ControlLink(
+        "tcp://127.0.0.1:7700",
+        lambda endpoint: network.link(endpoint, LinkOptions.for_plane(CONTROL)),
+        incarnation=1,
+        build="b",
+        clock=SystemClock(),
+        rng=Quick(1),
+        on_welcome=fail,
+        on_message=lambda _: None,
+    )
+    with structlog.testing.capture_logs() as logs:
+        running = asyncio.create_task(control.run())
+        (inbound, *_) = await hub.recv()
+        welcome = Welcome(term=1, heartbeat_s=0.01, lost_after_s=1.0, incarnation=1)
+        hub.send(inbound.route, encode(welcome, limits=LIMITS[CONTROL]))
+        await until(lambda: control.relinked >= 1)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await hub.close()
+    errors = [line for line in logs if line["event"] == "control.failed"]
+    assert [str(line["exc_info"]) for line in errors] == ["'a bug'"]
 
 
 @pytest.mark.asyncio

@@ -193,3 +193,18 @@ def test_trained_lengths_are_those_of_the_groups_that_a_checkpoint_covers():
     scene.stepped(1)
     scene.checkpointed(1)
     assert list(watch._trained) == [6.0, 6.0]
+
+
+def test_what_is_known_of_an_agents_versions_goes_with_the_run():
+    scene = busy_scene()
+    scene.version_stored(1)
+    scene.serving(1)
+    lie = VersionServing(policy="no/such", version=1, digest="d", pause_s=0.0)
+    scene.feed(FromAgent("a", lie))
+    live = scene.core._ctx.agents["a"]
+    assert live.billed.keys() == live.served_s.keys() == {SOLVER}
+    scene.commanded("abandon")
+    assert scene.run().state == "finished"
+    scene.serving(2)
+    assert not live.billed
+    assert not live.served_s

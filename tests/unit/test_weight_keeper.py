@@ -12,7 +12,10 @@ from scheduler.weight_composites import perform
 from scheduler.weight_keeper import Keeper
 from scheduler.weight_plans import Planner
 from transport.errors import StoreError
+from transport.messages import WeightsRequest
 from transport.runtime.clock import ManualClock
+
+ASK = WeightsRequest(policy=POLICY, have_version=None, have_digest="")
 
 
 class Shop:
@@ -22,8 +25,8 @@ class Shop:
         self.publisher = Publisher(folder / "model")
         self.store = filled(opened(folder / "store", cumulative_every=2), self.publisher, 4)
         self.library = Worker("library")
-        clock = ManualClock()
-        planner = Planner(
+        self.clock = clock = ManualClock()
+        self.planner = planner = Planner(
             self.store,
             self.library,
             clock,
@@ -94,7 +97,9 @@ async def test_what_failed_is_not_tried_again_until_something_changed(shop, monk
 
 @pytest.mark.asyncio
 async def test_what_a_job_finds_damaged_is_avoided_and_the_rest_made(shop):
-    await until(lambda: shop.composites == {(0, 4)})
+    shop.planner.request(b"route", "agent", ASK)  # so that new versions need no files
+    policy = shop.store._policies[POLICY]
+    await until(lambda: shop.composites == {(0, 4)} and policy.head is not None)
     (entry,) = shop.store._policies[POLICY].composites[0, 4].manifest.files
     shop.store.blobs(POLICY).path(entry.digest).write_bytes(b"x" * entry.size_bytes)
     await shop.add(5, 6)
@@ -130,3 +135,40 @@ async def test_stopping_does_not_wait_for_what_is_being_made(shop, monkeypatch):
         await started.wait()
         await shop.keeper.close()
     assert seen == [True]
+
+
+@pytest.mark.asyncio
+async def test_weights_that_nobody_uses_are_not_kept_in_memory(shop):
+    policy = shop.store._policies[POLICY]
+    await until(lambda: policy.head is None)
+    shop.planner.request(b"route", "agent", ASK)
+    await until(lambda: policy.head is not None)
+    assert policy.head.version == 4
+    shop.clock.advance(weight_keeper.IDLE_S + 61.0)  # it is forgotten when it has been silent
+    await until(lambda: policy.head is None)
+    await shop.add(5)
+    shop.keeper.used(POLICY)
+    shop.keeper.has_changed(POLICY)
+    await until(lambda: shop.composites and policy.head is not None)
+    assert policy.head.version == 5
+
+
+@pytest.mark.asyncio
+async def test_a_turn_does_not_grow_with_the_runs_that_are_over(shop, monkeypatch):
+    names = [f"over{number}/p" for number in range(5)]
+    looked = []
+
+    def look(what):
+        return lambda policy, *_: looked.append((what, policy))
+
+    monkeypatch.setattr(shop.store, "policies", lambda: [*names, POLICY])
+    monkeypatch.setattr(shop.store, "scrub", look("scrub"))
+    monkeypatch.setattr(shop.store, "next_job", lambda policy, *_, **__: look("job")(policy))
+    monkeypatch.setattr(shop.store, "rest", lambda policy: None)
+    shop.planner.request(b"route", "agent", ASK)
+    await until(lambda: looked.count(("scrub", POLICY)) == 12)
+    found = [policy for what, policy in looked if what == "scrub" and policy != POLICY]
+    assert len(found) <= 13
+    assert set(found) == set(names)
+    assert [looked.count(("job", name)) for name in names] == [1] * 5
+    assert looked.count(("job", POLICY)) > 5
