@@ -44,12 +44,14 @@ def clean(summary: object) -> None:
     assert row["taken"] == row["buffered"] == row["in_flight"] == row["queued"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_an_undisturbed_run_finishes_and_balances(work: Path, tmp_path: Path) -> None:
     async with running(write_toy(work, steps=STEPS), tmp_path / "run") as run:
         clean(await run.finish())
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_killed_agent_costs_attempts_but_no_groups(work: Path, tmp_path: Path) -> None:
     async with running(write_toy(work, steps=STEPS), tmp_path / "run") as run:

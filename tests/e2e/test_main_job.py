@@ -68,6 +68,7 @@ def alive(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.asyncio
 async def test_ctrl_c_stops_in_order_and_resume_goes_on(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ while (data := read_frame(sys.stdin.buffer)) is not None:
 async def test_a_process_that_floods_its_output_leaves_nothing_open(task, ends):
     flood = "import sys, time; sys.stdout.buffer.write(b'x' * 2_000_000); sys.stdout.flush()"
     open_before = len(os.listdir("/proc/self/fd"))
-    r = Runner(argv=(sys.executable, "-c", flood + ends), max_deaths=2)
+    r = Runner(argv=(sys.executable, "-c", flood + ends), max_deaths=1)
     r.runner.start(run_spec(task))
     r.runner.produce("sums", "train", 0, 1)
     if not ends:
