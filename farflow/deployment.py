@@ -13,8 +13,9 @@ class RetentionTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     touched for ``run_s``, and the longest untouched of them while all are larger than
     ``run_bytes``; the records of a scheduler's finished runs (``metrics.jsonl``) after
     ``record_s``, its event logs of earlier terms after ``event_log_s``, turns of attempts that
-    never ended (``*.turns``) after ``partial_s``, logs of daemons after ``log_s``. What is in use
-    stays. Versions, bodies, spools and checkpoints are bounded by their daemons and never
+    never ended (``*.turns``) after ``partial_s``, the weights that its weight store has of policies
+    of finished runs after ``weights_s``, logs of daemons after ``log_s``. What is in use stays.
+    Versions of live runs, bodies, spools and checkpoints are bounded by their daemons and never
     touched."""
 
     run_s: PositiveSeconds = 90 * _DAY_S
@@ -22,6 +23,7 @@ class RetentionTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     record_s: PositiveSeconds = 365 * _DAY_S
     event_log_s: PositiveSeconds = 30 * _DAY_S
     partial_s: PositiveSeconds = 7 * _DAY_S
+    weights_s: PositiveSeconds = 365 * _DAY_S
     log_s: PositiveSeconds = 30 * _DAY_S
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote
 
 import click
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _TAIL_BYTES: Final = 4096
 _TERM: Final = "term-*"
 _STORE: Final = "scheduler.sqlite"
+_WEIGHTS: Final = "weight-store/versions"
 
 
 @click.command()
@@ -52,9 +54,9 @@ def gc(
     """Remove what is older or larger than [retention] allows, or say what that would be.
 
     Looks at the folders of `farflow up`, and in scheduler.folder at records of finished runs, event
-    logs of earlier terms, turns of attempts that never ended, and logs. What daemons bound by
-    themselves is shown with the setting that bounds it. Exit status 1 when something could not be
-    removed.
+    logs of earlier terms, turns of attempts that never ended, weights of finished runs, and logs.
+    What daemons bound by themselves is shown with the setting that bounds it. Exit status 1 when
+    something could not be removed.
     """
     from farflow.deployment import DeploymentConfig
     from farflow.gc_plan import plan
@@ -129,10 +131,12 @@ def _scheduler(table: "SchedulerTable", now_s: float) -> Iterator["Found"]:
 
     folder = Path(table.folder)
     used = _used_by(folder)
+    states = _states(folder)
     inner: tuple[tuple[str, Kind], ...] = (
         ("runs", "record"),
         ("events", "event log"),
         ("trajectory-log", "partial"),
+        (_WEIGHTS, "weights"),
         ("logs", "log"),
     )
     for name, kind in inner:
@@ -152,10 +156,12 @@ def _scheduler(table: "SchedulerTable", now_s: float) -> Iterator["Found"]:
                 holds = "" if _has_ended(path) else "the run has not ended"
             elif kind == "event log" and path == found[-1]:
                 holds = "the newest term"
+            elif kind == "weights":
+                holds = used or _wanted(unquote(path.name), states)
             yield Found(kind, path, size_bytes, idle_s, holds)
     for name, setting in (
         ("trajectory-log/bodies", "scheduler.trajectory_disk_bytes"),
-        ("weight-store", "scheduler.keep_versions_max"),
+        ("weight-store", "scheduler.keep_versions_max of live runs"),
         (_STORE, "what live runs and remembered results need"),
     ):
         if measured := _measure(folder / name, now_s):
@@ -171,6 +177,8 @@ def _things(folder: Path, kind: "Kind") -> Iterator[Path]:
                 yield run / "metrics.jsonl"
     elif kind == "event log":
         yield from (path for path in _children(folder) if path.match(_TERM))
+    elif kind == "weights":
+        yield from _children(folder)
     elif kind == "log":
         yield from (path for path in folder.glob("*.log") if path.is_file())
     else:
@@ -231,6 +239,25 @@ def _has_ended(record: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(last, dict) and last.get("type") == "end"
+
+
+def _states(folder: Path) -> dict[str, str]:
+    """Of all runs; nothing where that cannot be read."""
+    from scheduler.run_states import run_states
+    from transport.errors import StoreError
+
+    try:
+        return run_states(folder)
+    except StoreError:
+        return {}
+
+
+def _wanted(policy: str, states: dict[str, str]) -> str:
+    """Why the weights of a policy have to stay; "" if they need not."""
+    state = states.get(policy.partition("/")[0])
+    if state == "finished":
+        return ""
+    return "the run has not ended" if state else "of no run in scheduler.sqlite"
 
 
 def _remove(found: "Found", scheduler: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from farflow.deployment import RetentionTable
 from farflow.words import human_age
 
-Kind = Literal["run folder", "record", "event log", "partial", "log", "bounded"]
+Kind = Literal["run folder", "record", "event log", "partial", "weights", "log", "bounded"]
 
 
 class Found(NamedTuple):
@@ -40,6 +40,7 @@ def plan(things: Iterable[Found], limits: RetentionTable) -> list[Verdict]:
         "record": limits.record_s,
         "event log": limits.event_log_s,
         "partial": limits.partial_s,
+        "weights": limits.weights_s,
         "log": limits.log_s,
     }
     by_kind: dict[Kind, list[Found]] = {}

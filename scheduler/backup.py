@@ -235,7 +235,7 @@ def read_tables(file: Path) -> Tables:
         StoreError: the file or a row is damaged.
     """
     tables = Tables()
-    with _connected(file) as connection:
+    with connected(file) as connection:
         if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
             raise StoreError(f"{file}: SQLite finds it damaged")
         for table, key, value in connection.execute("SELECT table_name, key, value FROM rows"):
@@ -248,7 +248,7 @@ def read_tables(file: Path) -> Tables:
 
 def _copy_rows(source: Path, copy: Path) -> tuple[int, int]:
     """The committed state as one file without a log; returns its term and schema."""
-    with _connected(source, read_only=True) as before, _connected(copy) as after:
+    with connected(source, read_only=True) as before, connected(copy) as after:
         before.backup(after)  # all pages in one transaction: writers go on beside it
         after.execute("PRAGMA journal_mode = DELETE")
         term, schema = _term_and_schema(after, source)
@@ -259,7 +259,7 @@ def _copy_rows(source: Path, copy: Path) -> tuple[int, int]:
 
 def _check_rows(copy: Path, found: BackupList) -> None:
     """Whether the rows of a backup are what its list says; raises StoreError."""
-    with _connected(copy, read_only=True) as connection:
+    with connected(copy, read_only=True) as connection:
         term, schema = _term_and_schema(connection, copy)
     if (term, schema) != (found.term, found.schema):
         raise StoreError(
@@ -281,7 +281,7 @@ def _term_and_schema(connection: sqlite3.Connection, file: Path) -> tuple[int, i
 
 
 def _set_term(file: Path, term: int) -> None:
-    with _connected(file) as connection:
+    with connected(file) as connection:
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("UPDATE meta SET term = ?", (term,))
 
@@ -298,14 +298,14 @@ def _terms_here(folder: Path) -> int:
         # A damaged file is what backups are restored for: what it knows is known no more.
         with (
             contextlib.suppress(StoreError),
-            _connected(folder / FILE_NAME, read_only=True) as connection,
+            connected(folder / FILE_NAME, read_only=True) as connection,
         ):
             terms.append(_term_and_schema(connection, folder / FILE_NAME)[0])
     return max(terms)
 
 
 @contextlib.contextmanager
-def _connected(file: Path, *, read_only: bool = False) -> Iterator[sqlite3.Connection]:
+def connected(file: Path, *, read_only: bool = False) -> Iterator[sqlite3.Connection]:
     """SQLite's errors become ``StoreError``."""
     try:
         mode = "ro" if read_only else "rwc"

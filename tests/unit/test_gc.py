@@ -5,20 +5,26 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import pytest
 from click.testing import CliRunner
+from core_builders import make_run
 
 from farflow import gc as gc_module
 from farflow.cli import cli
 from farflow.deployment import RetentionTable
 from farflow.gc_plan import Found, plan
+from scheduler.core.state import Run
+from scheduler.store import SchedulerStore
 from transport.errors import ConfigError
 from transport.runtime.files import lock_folder
 
 DAY_S = 86_400.0
 OLD_S = 400 * DAY_S
 OWN = ["config.json", "config.toml", "overrides.json"]
+RUNS: dict[str, Literal["finished", "running"]] = {"done": "finished", "live": "running"}
 
 
 def old(path: Path, content: str = "x", *, age_s: float = OLD_S) -> Path:
@@ -101,6 +107,30 @@ def test_apply_removes_what_is_not_in_use(disk: Path) -> None:
     assert [p.name for p in (disk / "scheduler" / "events").iterdir()] == ["term-00000003"]
     assert not (disk / "scheduler" / "trajectory-log" / "turns" / "a.turns").exists()
     assert not any(row["removes"] for row in run().values())
+
+
+def test_weights_go_with_runs_that_ended_while_nobody_uses_them(disk: Path) -> None:
+    (disk / "scheduler" / "scheduler.sqlite").unlink()
+    store = SchedulerStore.open(disk / "scheduler")
+    runs = [Run(name=name, spec=make_run(name), state=state) for name, state in RUNS.items()]
+    encode = msgspec.msgpack.encode
+    store.commit([(Run.table, each.name, encode(each)) for each in runs], now=1.0)
+    versions = disk / "scheduler" / "weight-store" / "versions"
+    for run_name in ("done", "live", "lost"):
+        weights = versions / f"{run_name}%2Fsolver%2E1"
+        then_s = old(weights / "blobs" / "b", "w" * 10).stat().st_mtime
+        os.utime(weights, (then_s, then_s))
+    old(versions / "done%2Fyoung" / "manifests" / "m", age_s=DAY_S)
+    row = "scheduler/weight-store/versions/{}%2Fsolver%2E1".format
+    in_use = run()[row("done")]
+    store.close()
+    assert "in use by process" in str(in_use["reason"])
+    rows = run("--apply")
+    assert rows[row("done")]["removes"]
+    assert rows[row("live")]["reason"] == "the run has not ended"
+    assert rows[row("lost")]["reason"] == "of no run in scheduler.sqlite"
+    left = {path.name for path in versions.iterdir()}
+    assert left == {"a", "done%2Fyoung", "live%2Fsolver%2E1", "lost%2Fsolver%2E1"}
 
 
 def test_what_cannot_be_removed_is_said(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
