@@ -77,7 +77,7 @@ async def test_one_vllm_and_two_torch_agents_teach_one_model(tmp_path):
     print(f"accuracy {policy.accuracy_before:.3f} to {policy.accuracy_after:.3f}", trained)  # noqa: T201
     for agent, (tokens, difference, kl) in sorted(means.items()):
         print(f"{agent}: mean {difference:.4f}, k3 {kl:.2e} over {tokens} tokens")  # noqa: T201
-    assert trained["box"] >= 10
+    assert trained["box"] >= 5
     _, difference, kl = means["box"]
     assert 0 < difference < 0.03  # nothing else than torch could agree to the last bit
     assert kl < 0.003
