@@ -131,7 +131,7 @@ def _scheduler(table: "SchedulerTable", now_s: float) -> Iterator["Found"]:
 
     folder = Path(table.folder)
     used = _used_by(folder)
-    states = _states(folder)
+    states, unknown = _states(folder)
     inner: tuple[tuple[str, Kind], ...] = (
         ("runs", "record"),
         ("events", "event log"),
@@ -157,7 +157,7 @@ def _scheduler(table: "SchedulerTable", now_s: float) -> Iterator["Found"]:
             elif kind == "event log" and path == found[-1]:
                 holds = "the newest term"
             elif kind == "weights":
-                holds = used or _wanted(unquote(path.name), states)
+                holds = used or unknown or _wanted(unquote(path.name), states)
             yield Found(kind, path, size_bytes, idle_s, holds)
     for name, setting in (
         ("trajectory-log/bodies", "scheduler.trajectory_disk_bytes"),
@@ -241,15 +241,15 @@ def _has_ended(record: Path) -> bool:
     return isinstance(last, dict) and last.get("type") == "end"
 
 
-def _states(folder: Path) -> dict[str, str]:
-    """Of all runs; nothing where that cannot be read."""
+def _states(folder: Path) -> tuple[dict[str, str], str]:
+    """Of all runs, and why they are not known, "" where they are."""
     from scheduler.run_states import run_states
     from transport.errors import StoreError
 
     try:
-        return run_states(folder)
-    except StoreError:
-        return {}
+        return run_states(folder), ""
+    except StoreError as error:
+        return {}, str(error)
 
 
 def _wanted(policy: str, states: dict[str, str]) -> str:

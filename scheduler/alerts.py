@@ -117,7 +117,7 @@ class Alerts:
         keys = self._keys()
         if keys:
             more = f" ({len(keys) - 1} more)" if len(keys) > 1 else ""
-            text = f"of the keys that are let in, some are not what they say: {keys[0]}{more}"
+            text = f"not every key counts as its file says: {keys[0]}{more}"
             yield "keys.skipped", "scheduler", text
         disk = self._disk
         if disk is None:

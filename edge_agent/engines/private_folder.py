@@ -31,7 +31,11 @@ class PrivateFolder:
             self._lock = lock_folder(self.path)
             self._remove_left_over(prefix)
         except OSError as error:
-            raise StoreError(f"no folder {prefix}* for vLLM: {error}") from error
+            where = place or tempfile.gettempdir()
+            raise StoreError(
+                f"no folder {prefix}* for vLLM in {where}: {error}; make room there, or name"
+                " another place for temporary files with the environment's TMPDIR"
+            ) from error
 
     def close(self) -> None:
         """Remove it."""

@@ -1,6 +1,7 @@
 """What the daemon adds to what the core says: stamps, alerts, pages of a status."""
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -162,7 +163,9 @@ def test_a_loop_that_is_held_up_is_an_alert_for_as_long_as_it_lasts(tmp_path: Pa
     assert watched.codes() == [("loop.lag", "scheduler", 30.0)]
 
 
-def test_a_folder_of_keys_that_cannot_be_read_is_an_alert_while_that_lasts(tmp_path: Path) -> None:
+def test_keys_that_are_skipped_or_cannot_be_read_are_an_alert_while_that_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = Watched(tmp_path)
     folder = tmp_path / "authorized"
     folder.mkdir()
@@ -182,6 +185,16 @@ def test_a_folder_of_keys_that_cannot_be_read_is_an_alert_while_that_lasts(tmp_p
     allowed.refresh(now=2e6)
     watched.keys = list(allowed.warnings)
     assert watched.codes() == []
+
+    def refuse(_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refuse)
+        allowed.refresh(now=3e6)
+    watched.keys = list(allowed.warnings)
+    (alert,) = watched.alerts.standing([])
+    assert "Permission denied; who was let in stays" in alert.message
 
 
 def test_clocks_that_are_off_are_named_up_to_a_bound(tmp_path: Path) -> None:

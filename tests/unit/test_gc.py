@@ -133,6 +133,11 @@ def test_weights_go_with_runs_that_ended_while_nobody_uses_them(disk: Path) -> N
     assert left == {"a", "done%2Fyoung", "live%2Fsolver%2E1", "lost%2Fsolver%2E1"}
 
 
+def test_weights_stay_where_the_runs_cannot_be_read(disk: Path) -> None:
+    reason = str(run()["scheduler/weight-store/versions/a"]["reason"])
+    assert "scheduler.sqlite: no such table" in reason
+
+
 def test_what_cannot_be_removed_is_said(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, **_: object) -> None:
         raise PermissionError(13, "not yours", str(path))
